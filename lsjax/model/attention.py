@@ -1,0 +1,93 @@
+"""Causal grouped-query attention in blocks of keys, so that its cost follows the used length, not the capacity."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+BLOCK = 256  # keys (and, in long prompts, queries) taken at a time
+
+
+def attend(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array, used: jax.Array | int):
+    """Softmax attention over the keys at or before each query's position.
+
+    The softmax is accumulated block by block in float32 (online softmax, arXiv 1805.02867); blocks at or past ``used``
+    are never read. Heads that share a key head are rows of one matrix product; keys are not repeated.
+
+    Args:
+        query: ``[batch, length, heads, head_dim]``, rotated.
+        key: ``[batch, kv_heads, slots, head_dim]``, rotated; slot j holds position j.
+        value: likewise.
+        positions: int32 ``[batch or 1, length]``, the queries' positions, rising along ``length``.
+        used: slots that may be read, a bound for all rows. An int makes the loop's length static, and so the whole
+            differentiable in reverse mode.
+
+    Returns:
+        ``[batch, length, heads * head_dim]`` in the query's dtype.
+    """
+    length = query.shape[1]
+    if length <= BLOCK:
+        return _attend(query, key, value, positions, used)
+    # Long prompts: queries in blocks too, each reading no further than its own last position.
+    padding = -length % BLOCK
+
+    def split(x: jax.Array, axis_mode: str) -> jax.Array:
+        widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
+        x = jnp.pad(x, widths, mode=axis_mode)
+        return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
+
+    def one(block):
+        queries, where = block
+        return _attend(queries, key, value, where, used if isinstance(used, int) else jnp.max(where) + 1)
+
+    out = lax.map(one, (split(query, "constant"), split(positions, "edge")))
+    out = jnp.moveaxis(out, 0, 1)
+    return out.reshape(out.shape[0], -1, out.shape[-1])[:, :length]
+
+
+def _attend(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.Array, used: jax.Array | int):
+    batch, length, heads, head_dim = query.shape
+    kv_heads, slots = key.shape[1:3]
+    group = heads // kv_heads
+    block = min(BLOCK, slots)
+    rows = length * group  # the queries that meet one key head
+    query = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+    query = query.reshape(batch * kv_heads, rows, head_dim)
+    key = key.reshape(batch * kv_heads, slots, head_dim)
+    value = value.reshape(batch * kv_heads, slots, head_dim)
+    row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [batch or 1, 1, rows, 1]
+
+    def step(index, carry):
+        maximum, total, mixed = carry
+        first = jnp.minimum(index * block, slots - block)  # the last block may overlap the one before it
+        keys = lax.dynamic_slice_in_dim(key, first, block, axis=1)
+        values = lax.dynamic_slice_in_dim(value, first, block, axis=1)
+        scores = _batched_dot(query, keys, contract=(2, 2)) * head_dim**-0.5
+        slot = first + jnp.arange(block)
+        visible = (slot <= row_position) & (slot >= index * block)
+        scores = jnp.where(visible, scores.reshape(batch, kv_heads, rows, block), -jnp.inf)
+        scores = scores.reshape(batch * kv_heads, rows, block)
+        # Slot 0 is visible to every query, so the maximum is finite from the first block on.
+        new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
+        weights = jnp.exp(scores - new_maximum[..., None])
+        rescale = jnp.exp(maximum - new_maximum)
+        total = total * rescale + weights.sum(axis=-1)
+        mixed = mixed * rescale[..., None] + _batched_dot(weights.astype(value.dtype), values, contract=(2, 1))
+        return new_maximum, total, mixed
+
+    carry = (
+        jnp.full((batch * kv_heads, rows), -jnp.inf, jnp.float32),
+        jnp.zeros((batch * kv_heads, rows), jnp.float32),
+        jnp.zeros((batch * kv_heads, rows, head_dim), jnp.float32),
+    )
+    blocks = -(-used // block)
+    _, total, mixed = step(0, carry) if slots == block else lax.fori_loop(0, blocks, step, carry)
+    out = (mixed / total[..., None]).astype(query.dtype)
+    out = out.reshape(batch, kv_heads, length, group, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(batch, length, heads * head_dim)
+
+
+def _batched_dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    dimensions = (((contract[0],), (contract[1],)), ((0,), (0,)))
+    return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)

@@ -1,0 +1,211 @@
+"""The Llama as Flax Linen modules, used purely: ``Llama(config).apply({"params": tree}, ...)``.
+
+Parameters have Flax's names and layouts (``kernel`` is ``[in, out]``), the modules those of transformers. Layers are
+unrolled, one set of arrays each, so that a program over layers ``[lo, hi)`` reads their weights and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from lsjax.config import LlamaConfig
+from lsjax.model.attention import attend
+from lsjax.model.cache import LayerCache, write
+from lsjax.model.rope import rotate, rotation
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    config: LlamaConfig
+    param_dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        width = config.num_attention_heads * config.head_dim
+        kv_width = config.num_key_value_heads * config.head_dim
+        self.q_proj = _linear(config, width, config.attention_bias, self.param_dtype)
+        self.k_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
+        self.v_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
+        self.o_proj = _linear(config, config.hidden_size, config.attention_bias, self.param_dtype)
+
+    def __call__(
+        self,
+        hidden: jax.Array,
+        positions: jax.Array,
+        angles: tuple[jax.Array, jax.Array],
+        cache: LayerCache | None = None,
+        where: jax.Array | int = 0,
+        used: jax.Array | int | None = None,
+    ) -> tuple[jax.Array, LayerCache | None]:
+        """``[batch, length, hidden]`` to the same, and the cache with the new keys and values written at ``where``."""
+        batch, length, _ = hidden.shape
+        query = self.q_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
+        key = self.k_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
+        value = self.v_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
+        query = rotate(query, *angles)
+        key = rotate(key, *angles).swapaxes(1, 2)
+        value = value.swapaxes(1, 2)
+        if cache is not None:
+            cache = write(cache, key, value, where)
+            key, value = cache
+        mixed = attend(query, key, value, positions, length if used is None else used)
+        return self.o_proj(mixed), cache
+
+
+class Mlp(nn.Module):
+    """The gated feed-forward network (SwiGLU, arXiv 2002.05202)."""
+
+    config: LlamaConfig
+    param_dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        self.gate_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
+        self.up_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
+        self.down_proj = _linear(config, config.hidden_size, config.mlp_bias, self.param_dtype)
+
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """``[..., hidden]`` to the same."""
+        return self.down_proj(nn.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each behind its norm and around its residual."""
+
+    config: LlamaConfig
+    param_dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        self.input_layernorm = _norm(self.config, self.param_dtype)
+        self.self_attn = Attention(self.config, self.param_dtype)
+        self.post_attention_layernorm = _norm(self.config, self.param_dtype)
+        self.mlp = Mlp(self.config, self.param_dtype)
+
+    def __call__(self, hidden: jax.Array, *args, **kwargs) -> tuple[jax.Array, LayerCache | None]:
+        """``[batch, length, hidden]`` to the same, and the layer's cache; further arguments as of ``Attention``."""
+        attended, cache = self.self_attn(self.input_layernorm(hidden), *args, **kwargs)
+        hidden = hidden + attended
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+
+
+class Head(nn.Module):
+    """The untied output projection, without bias; its products are accumulated and returned in float32."""
+
+    config: LlamaConfig
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, hidden: jax.Array) -> jax.Array:
+        """``[..., hidden]`` to float32 ``[..., vocab]``."""
+        shape = (self.config.hidden_size, self.config.vocab_size)
+        kernel = self.param("kernel", nn.initializers.normal(self.config.initializer_range), shape, self.param_dtype)
+        return _head_dot(hidden, kernel, 0)
+
+
+class Llama(nn.Module):
+    """A Llama whose depth is a static argument of every call.
+
+    Attributes:
+        config: the model's configuration.
+        param_dtype: the dtype of parameters that ``init`` makes; applying follows the parameters' own dtype.
+    """
+
+    config: LlamaConfig
+    param_dtype: jnp.dtype = jnp.float32
+
+    def setup(self) -> None:
+        config = self.config
+        initializer = nn.initializers.normal(config.initializer_range)
+        self.embed_tokens = nn.Embed(
+            config.vocab_size, config.hidden_size, param_dtype=self.param_dtype, embedding_init=initializer
+        )
+        self.layers = [Block(config, self.param_dtype) for _ in range(config.num_hidden_layers)]
+        self.norm = _norm(config, self.param_dtype)
+        if not config.tie_word_embeddings:
+            self.lm_head = Head(config, self.param_dtype)
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Ids ``[...]`` to ``[..., hidden]``; ids outside the vocabulary read its nearest end."""
+        return self.embed_tokens.embedding.at[tokens].get(mode="clip")
+
+    def run_layers(
+        self,
+        hidden: jax.Array,
+        cache: Sequence[LayerCache] | None = None,
+        start: jax.Array | int = 0,
+        *,
+        lo: int = 0,
+        hi: int | None = None,
+        write_at: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Runs layers ``[lo, hi)``: a draft runs the first ones, its verification resumes at the exit.
+
+        Args:
+            hidden: ``[batch, length, hidden]``, what layer ``lo`` reads.
+            cache: one cache for each of these layers, holding every earlier position; None: there are none earlier.
+            start: the first position, a scalar for all rows or int32 ``[batch]``.
+            lo: the first layer, static.
+            hi: one past the last layer, static; None: all.
+            write_at: int32 ``[batch, length]``, slots to write to where they are not ``start, start + 1, …``.
+
+        Returns:
+            the last of these layers' output ``[batch, length, hidden]`` and their caches, the new positions written
+            (an empty tuple without a cache).
+        """
+        length = hidden.shape[1]
+        positions = jnp.atleast_1d(start)[:, None] + jnp.arange(length)
+        angles = rotation(self.config, positions)
+        used = jnp.minimum(jnp.max(positions) + 1, cache[0].key.shape[2]) if cache else None
+        where = start if write_at is None else write_at
+        layers = self.layers[lo:hi]
+        written = []
+        for layer, layer_cache in zip(layers, cache or [None] * len(layers), strict=True):
+            hidden, layer_cache = layer(hidden, positions, angles, layer_cache, where, used)
+            written.append(layer_cache)
+        return hidden, () if cache is None else tuple(written)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The final norm and the head: ``[..., hidden]`` of any layer to float32 ``[..., vocab]``."""
+        hidden = self.norm(hidden)
+        if self.config.tie_word_embeddings:
+            return _head_dot(hidden, self.embed_tokens.embedding, 1)
+        return self.lm_head(hidden)
+
+    def __call__(self, tokens: jax.Array, *, exits: Sequence[int] | None = None) -> tuple[jax.Array, ...]:
+        """Teacher-forced logits after each of ``exits`` layers (None: after all), one pass for all of them.
+
+        Args:
+            tokens: int32 ``[batch, length]``.
+            exits: static depths, each in 1..num_layers.
+
+        Returns:
+            for each exit float32 ``[batch, length, vocab]``.
+        """
+        exits = (self.config.num_hidden_layers,) if exits is None else tuple(exits)
+        hidden, lo, found = self.embed(tokens), 0, {}
+        for depth in sorted(set(exits)):
+            hidden, _ = self.run_layers(hidden, lo=lo, hi=depth)
+            found[depth], lo = self.logits(hidden), depth
+        return tuple(found[depth] for depth in exits)
+
+
+def _linear(config: LlamaConfig, features: int, use_bias: bool, param_dtype) -> nn.Dense:
+    initializer = nn.initializers.normal(config.initializer_range)
+    return nn.Dense(features, use_bias=use_bias, param_dtype=param_dtype, kernel_init=initializer)
+
+
+def _norm(config: LlamaConfig, param_dtype) -> nn.RMSNorm:
+    """RMSNorm (arXiv 1910.07467), computed in float32."""
+    return nn.RMSNorm(epsilon=config.rms_norm_eps, param_dtype=param_dtype)
+
+
+def _head_dot(hidden: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
+    hidden, weight = nn.dtypes.promote_dtype(hidden, weight)
+    dimensions = (((hidden.ndim - 1,), (contract,)), ((), ()))
+    return lax.dot_general(hidden, weight, dimensions, preferred_element_type=jnp.float32)

@@ -1,0 +1,202 @@
+"""A model's parameters: one pytree of a static configuration and a tree of arrays in Flax naming."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import DictKey, GetAttrKey
+
+from lsjax.checks import check_depth, check_tokens
+from lsjax.config import LlamaConfig
+from lsjax.model.cache import LayerCache, init_cache
+from lsjax.model.llama import Llama
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Params:
+    """A Llama's configuration (static, hashable) and its arrays: one array for each tensor of a checkpoint.
+
+    The tree is always canonical, so that saving, gradients, optax, orbax and sharding work on it as it is, and
+    ``Llama(config).apply({"params": params.tree}, tokens)`` reads it too.
+
+    Args:
+        config: the model's configuration.
+        tree: nested dictionaries of floating-point arrays, named and shaped as ``Llama(config).init`` makes them
+            (``abstract_tree`` lists them). Abstract arrays (``jax.ShapeDtypeStruct``) are allowed.
+
+    Raises:
+        ValueError: names every missing, unexpected or wrongly shaped array.
+    """
+
+    config: LlamaConfig
+    tree: dict[str, Any]
+
+    def __init__(self, config: LlamaConfig, tree: Mapping[str, Any]) -> None:
+        self.config = config
+        self.tree = jax.tree.map(lambda leaf: leaf, dict(tree))  # a copy of the dictionaries, not of the arrays
+        problems = _mismatches(flatten(abstract_tree(config)), flatten(self.tree))
+        if problems:
+            raise ValueError("parameters do not fit the configuration:\n  " + "\n  ".join(problems))
+
+    @classmethod
+    def abstract(cls, config: LlamaConfig, dtype: Any = jnp.float32) -> Params:
+        """Shapes and dtypes alone, at no cost whatever the model's size (for ``jax.eval_shape``, sharding, sizes)."""
+        return cls(config, abstract_tree(config, dtype))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The weights' dtype, which is also the cache's."""
+        return jnp.dtype(self.tree["embed_tokens"]["embedding"].dtype)
+
+    @property
+    def num_parameters(self) -> int:
+        """How many numbers the model has; tied weights count once."""
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.tree))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(self.tree))
+
+    # What the decode code calls: plain functions of the parameters.
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids ``[...]`` to hidden states ``[..., hidden]``."""
+        return self._apply(tokens, method="embed")
+
+    def run_layers(
+        self, hidden: jax.Array, cache: Sequence[LayerCache], start: jax.Array | int, **kwargs: Any
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Layers ``[lo, hi)`` over cached positions; see :meth:`lsjax.model.llama.Llama.run_layers`."""
+        return self._apply(hidden, cache, start, method="run_layers", **kwargs)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The final norm and head over any layer's output: float32 ``[..., vocab]``."""
+        return self._apply(hidden, method="logits")
+
+    def init_cache(self, batch: int, slots: int, num_layers: int) -> tuple[LayerCache, ...]:
+        """Empty caches for the first ``num_layers`` layers, in the weights' dtype."""
+        return init_cache(self.config, batch, slots, num_layers, self.dtype)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        return Llama(self.config).apply({"params": self.tree}, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"Params({self.num_parameters:,} parameters, {self.config!r})"
+
+    def tree_flatten_with_keys(self):
+        return ((GetAttrKey("tree"), self.tree),), self.config
+
+    @classmethod
+    def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any]) -> Params:
+        # JAX unflattens placeholders too, so nothing is checked here.
+        params = object.__new__(cls)
+        params.config, params.tree = config, children[0]
+        return params
+
+
+def init(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
+    """Random parameters: matrices normal with ``config.initializer_range``, norms 1, biases 0.
+
+    Args:
+        config: the model's configuration.
+        key: a JAX random key.
+        dtype: the arrays' dtype.
+    """
+    return Params(config, _init(config, key, jnp.dtype(dtype)))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _init(config: LlamaConfig, key: jax.Array, dtype: jnp.dtype) -> dict[str, Any]:
+    return Llama(config, dtype).init(key, jnp.zeros((1, 1), jnp.int32))["params"]
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract_tree(config: LlamaConfig, dtype: jnp.dtype) -> dict[str, Any]:
+    return jax.eval_shape(lambda key: _init(config, key, dtype), jax.random.key(0))
+
+
+def abstract_tree(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
+    """The names, shapes and dtypes that a parameter tree must have, as ``jax.ShapeDtypeStruct``."""
+    return jax.tree.map(lambda leaf: leaf, _abstract_tree(config, jnp.dtype(dtype)))
+
+
+def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A parameter tree as ``{"layers_0/mlp/up_proj/kernel": array, ...}``."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {"/".join(str(key.key if isinstance(key, DictKey) else key) for key in path): leaf for path, leaf in leaves}
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`flatten`."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = leaf
+    return tree
+
+
+def _mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a flat tree, one line for each array."""
+    problems = [f"missing: {path} {tuple(expected[path].shape)}" for path in sorted(expected.keys() - found.keys())]
+    for path, leaf in sorted(found.items()):
+        shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+        if path not in expected:
+            problems.append(f"unexpected: {path}")
+        elif shape is None or dtype is None:
+            problems.append(f"{path}: expected an array, got {type(leaf).__name__}")
+        elif tuple(shape) != tuple(expected[path].shape):
+            problems.append(f"{path}: expected the shape {tuple(expected[path].shape)}, got {tuple(shape)}")
+        elif not jnp.issubdtype(dtype, jnp.floating):
+            problems.append(f"{path}: expected floating-point numbers, got {dtype}")
+    return problems
+
+
+def forward(
+    params: Params, tokens: Any, *, num_layers: int | None = None, exits: Sequence[int] | None = None
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Teacher-forced logits of the first layers, the final norm and the head (the early exit of arXiv 2404.16710).
+
+    Args:
+        params: the model.
+        tokens: int ``[length]`` or ``[batch, length]``. A row's padding on the right does not reach what is before it.
+        num_layers: static; how many layers to run, None for all.
+        exits: static; several depths at once, each layer still running once.
+
+    Returns:
+        float32 ``[batch, length, vocab]`` (``[length, vocab]`` for one row); with ``exits`` a tuple of these in the
+        order given.
+
+    Raises:
+        ValueError: both depths given; a depth outside 1..num_hidden_layers; no tokens, or ids outside the vocabulary.
+
+    Example:
+        >>> logits = lsjax.forward(params, tokens, num_layers=4)
+        >>> shallow, deep = lsjax.forward(params, tokens, exits=(4, 16))
+    """
+    if num_layers is not None and exits is not None:
+        raise ValueError("give num_layers or exits, not both")
+    if exits is not None and not exits:
+        raise ValueError("exits: expected at least one layer, got none")
+    depth = params.config.num_hidden_layers if num_layers is None else num_layers
+    if exits is None:
+        depths = (check_depth("num_layers", depth, params.config),)
+    else:
+        depths = tuple(check_depth("exits", depth, params.config) for depth in exits)
+    rows, single = check_tokens(tokens, params.config)
+    found = _forward(params, rows, depths)
+    found = tuple(logits[0] for logits in found) if single else found
+    return found[0] if exits is None else found
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _forward(params: Params, tokens: jax.Array, exits: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    return params._apply(tokens, exits=exits)
