@@ -44,6 +44,8 @@ def write(cache: LayerCache, key: jax.Array, value: jax.Array, where: jax.Array 
 
 def _write(old: jax.Array, new: jax.Array, where: jax.Array | int) -> jax.Array:
     new = new.astype(old.dtype)
+    if jnp.ndim(where) == 1 and new.shape[0] == 1:
+        where = jnp.asarray(where)[0]
     match jnp.ndim(where):
         case 0:
             return lax.dynamic_update_slice(old, new, (0, 0, where, 0))

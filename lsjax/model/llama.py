@@ -89,9 +89,10 @@ class Block(nn.Module):
 
     def __call__(self, hidden: jax.Array, *args, **kwargs) -> tuple[jax.Array, LayerCache | None]:
         """``[batch, length, hidden]`` to the same, and the layer's cache; further arguments as of ``Attention``."""
+        dtype = hidden.dtype  # of the embedding; norms kept in float32 beside bfloat16 weights do not widen the stream
         attended, cache = self.self_attn(self.input_layernorm(hidden), *args, **kwargs)
-        hidden = hidden + attended
-        return hidden + self.mlp(self.post_attention_layernorm(hidden)), cache
+        hidden = hidden + attended.astype(dtype)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden)).astype(dtype), cache
 
 
 class Head(nn.Module):
