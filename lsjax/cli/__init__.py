@@ -1,0 +1,54 @@
+"""The ``lsjax`` command: each subcommand is one module, imported when it is called, that owns its parser."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import sys
+import warnings
+from collections.abc import Sequence
+
+from lsjax.cli.parser import Parser, UsageError
+
+COMMANDS = {"generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status.
+
+    Args:
+        argv: the arguments after the program's name; None: those of this process.
+
+    Returns:
+        0 for success, 1 where a comparison failed, 2 for wrong usage (said in one line on stderr), 130 after Ctrl-C.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    program = "lsjax"
+    try:
+        if not arguments or arguments[0] not in COMMANDS:
+            _parser().parse_args(arguments)  # help, version, or what is wrong
+        program = f"lsjax {arguments[0]}"
+        command = importlib.import_module(f"lsjax.cli.{arguments[0]}")
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *_, **__: print(f"{program}: warning: {message}", file=sys.stderr)
+            return command.main(arguments[1:])
+    except UsageError as error:
+        print(f"{program}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> Parser:
+    width = max(map(len, COMMANDS))
+    parser = Parser(
+        prog="lsjax",
+        description="LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies\n"
+        "with the rest, so it writes what it would have written anyway, in fewer passes.",
+        epilog="commands:\n"
+        + "".join(f"  {name:{width}}  {summary}\n" for name, summary in COMMANDS.items())
+        + "\n'lsjax COMMAND --help' explains a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"lsjax {importlib.metadata.version('lsjax')}")
+    parser.add_argument("command", choices=COMMANDS, help="what to do")
+    return parser

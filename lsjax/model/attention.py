@@ -54,15 +54,14 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.A
     rows = length * group  # the queries that meet one key head
     query = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
     query = query.reshape(batch * kv_heads, rows, head_dim)
-    key = key.reshape(batch * kv_heads, slots, head_dim)
-    value = value.reshape(batch * kv_heads, slots, head_dim)
     row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [batch or 1, 1, rows, 1]
 
     def step(index, carry):
         maximum, total, mixed = carry
         first = jnp.minimum(index * block, slots - block)  # the last block may overlap the one before it
-        keys = lax.dynamic_slice_in_dim(key, first, block, axis=1)
-        values = lax.dynamic_slice_in_dim(value, first, block, axis=1)
+        # Blocks are reshaped, never the cache: XLA would write its two shapes twice, and copy it for that.
+        keys = lax.dynamic_slice_in_dim(key, first, block, axis=2).reshape(batch * kv_heads, block, head_dim)
+        values = lax.dynamic_slice_in_dim(value, first, block, axis=2).reshape(batch * kv_heads, block, head_dim)
         scores = _batched_dot(query, keys, contract=(2, 2)) * head_dim**-0.5
         slot = first + jnp.arange(block)
         visible = (slot <= row_position) & (slot >= index * block)

@@ -1,0 +1,190 @@
+"""What one call of ``lsjax generate`` works with: the model, the encoded prompts, and runs of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lsjax.checks import check_depth, check_tokens
+from lsjax.cli.parser import usage_errors
+from lsjax.decode.generate import generate
+from lsjax.io import load
+from lsjax.params import Params
+from lsjax.text.tokenizer import load_tokenizer
+
+
+class Prompts(NamedTuple):
+    """A batch of prompts: int32 ``[batch, width]`` padded on the right, int32 ``[batch]``."""
+
+    texts: list[str]
+    tokens: np.ndarray
+    lengths: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One run's output and statistics on the host, each list one entry a prompt; ``rows`` holds the new tokens."""
+
+    strategy: str
+    seconds: float
+    rows: list[list[int]]
+    rounds: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    accept_histogram: list[list[int]]
+
+    @property
+    def new_tokens(self) -> int:
+        """New tokens of all prompts."""
+        return sum(map(len, self.rows))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted drafts of all drafts, 0 where nothing was drafted."""
+        return sum(self.accepted) / max(sum(self.drafted), 1)
+
+    @property
+    def tokens_per_round(self) -> float:
+        """New tokens a round and prompt."""
+        return self.new_tokens / max(sum(self.rounds), 1)
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers over all prompts, for JSON."""
+        names = ("new_tokens", "acceptance_rate", "tokens_per_round")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """What every run of one call shares."""
+
+    params: Params
+    tokenizer: Any  # a tokenizer of transformers
+    prompts: Prompts
+    options: argparse.Namespace
+
+    def answer(self, strategy: str) -> Answer:
+        """Generates with one strategy and waits for the result."""
+        start = time.perf_counter()
+        found = generate(
+            self.params,
+            self.prompts.tokens,
+            prompt_lengths=self.prompts.lengths,
+            exit_layer=self.options.exit_layer,
+            num_speculations=self.options.num_speculations,
+            max_new_tokens=self.options.max_new_tokens,
+            strategy=strategy,
+        )
+        tokens = np.asarray(found.tokens)  # waits
+        seconds = time.perf_counter() - start
+        spans = zip(tokens, self.prompts.lengths, np.asarray(found.lengths), strict=True)
+        return Answer(
+            strategy=strategy,
+            seconds=seconds,
+            rows=[row[begin:end].tolist() for row, begin, end in spans],
+            rounds=np.asarray(found.stats.rounds).tolist(),
+            drafted=np.asarray(found.stats.drafted).tolist(),
+            accepted=np.asarray(found.stats.accepted).tolist(),
+            accept_histogram=np.asarray(found.stats.accept_histogram).tolist(),
+        )
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Generated ids as text, without special tokens."""
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def show(self, answer: Answer) -> None:
+        """Prints the generated texts, under their prompts where there are several."""
+        for index, (prompt, row) in enumerate(zip(self.prompts.texts, answer.rows, strict=True)):
+            if len(self.prompts.texts) > 1:
+                print(f"== prompt {index + 1}: {' '.join(prompt.split())[:80]}")
+            print(self.decode(row))
+
+    def describe(self) -> dict[str, Any]:
+        """What was asked for, for JSON."""
+        return {
+            "model": self.options.model,
+            "dtype": str(self.params.dtype),
+            "num_layers": self.params.config.num_hidden_layers,
+            "exit_layer": self.options.exit_layer,
+            "num_speculations": self.options.num_speculations,
+            "max_new_tokens": self.options.max_new_tokens,
+        }
+
+    def results(self, answer: Answer) -> list[dict[str, Any]]:
+        """An answer for JSON, one object a prompt."""
+        return [
+            {
+                "prompt": text,
+                "text": self.decode(row),
+                "tokens": row,
+                "rounds": answer.rounds[index],
+                "drafted": answer.drafted[index],
+                "accepted": answer.accepted[index],
+                "accept_histogram": answer.accept_histogram[index],
+            }
+            for index, (text, row) in enumerate(zip(self.prompts.texts, answer.rows, strict=True))
+        ]
+
+
+def open_session(options: argparse.Namespace) -> Session:
+    """Loads the model and encodes the prompts.
+
+    Raises:
+        UsageError: the model does not load, or an option does not fit it.
+    """
+    note(f"loading {options.model}")
+    with usage_errors(f"--model {options.model}", ValueError, OSError, ImportError):
+        params, tokenizer = load(options.model, dtype=options.dtype), load_tokenizer(options.model)
+    if options.exit_layer is not None:
+        with usage_errors(f"--exit-layer {options.exit_layer}", ValueError):
+            check_depth(options.model, options.exit_layer, params.config)
+    rows = []
+    for text in options.prompt:
+        with usage_errors("--chat" if options.chat else "--prompt", ValueError):
+            rows.append(_encode(text, tokenizer, options.chat))
+            check_tokens(rows[-1], params.config)
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max()), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return Session(params, tokenizer, Prompts(options.prompt, tokens, lengths), options)
+
+
+def _encode(text: str, tokenizer: Any, chat: bool) -> np.ndarray:
+    if chat:
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # A chat template writes the special tokens itself.
+    return np.array(tokenizer(text, add_special_tokens=not chat)["input_ids"], np.int32)
+
+
+def run(session: Session) -> int:
+    """Answers with the strategy that was asked for: the text on stdout, statistics on stderr."""
+    strategy = session.options.strategy
+    note("compiling and generating")
+    answer = session.answer(strategy)
+    if session.options.json:
+        report = session.describe() | {"strategy": strategy, "seconds": answer.seconds} | answer.summary()
+        print(json.dumps(report | {"results": session.results(answer)}, ensure_ascii=False))
+        return 0
+    session.show(answer)
+    drafts = f", {answer.acceptance_rate:.1%} of the drafts accepted" if sum(answer.drafted) else ""
+    print(
+        f"{strategy}: {answer.new_tokens} new tokens in {answer.seconds:.2f} s with compilation, "
+        f"{answer.tokens_per_round:.2f} tokens a round{drafts}",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def note(text: str) -> None:
+    """Tells a person at a terminal what is going on."""
+    if sys.stderr.isatty():
+        print(f"{text} ...", file=sys.stderr, flush=True)
