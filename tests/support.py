@@ -1,0 +1,162 @@
+"""Random models with a steered agreement between layers, and an oracle in NumPy float64 that shares no code with lsjax."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import lsjax
+from lsjax.params import abstract_tree, flatten, unflatten
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def random_params(config: lsjax.LlamaConfig, seed: int, *, deep_from: int | None = None, deep_scale: float = 1.0):
+    """Unit-scale weights, so that logits deviate by about 1 or more, with random norms and biases.
+
+    What layers from ``deep_from`` on add to the residual is scaled by ``deep_scale``: the smaller, the more often an
+    earlier layer predicts the last one's token.
+    """
+    rng = np.random.default_rng(seed)
+
+    def draw(path: str, shape: tuple[int, ...]) -> np.ndarray:
+        name = path.split("/")[-1]
+        if name == "scale":
+            return 1 + 0.2 * rng.normal(size=shape)
+        if name == "bias":
+            return 0.1 * rng.normal(size=shape)
+        if name == "embedding":
+            return rng.normal(size=shape)
+        value = rng.normal(size=shape) / np.sqrt(shape[0])
+        layer = int(path.split("/")[0].removeprefix("layers_")) if path.startswith("layers_") else -1
+        if deep_from is not None and layer >= deep_from and ("o_proj" in path or "down_proj" in path):
+            value *= deep_scale
+        return value
+
+    leaves = flatten(abstract_tree(config))
+    drawn = {path: jnp.asarray(draw(path, leaf.shape), jnp.float32) for path, leaf in leaves.items()}
+    return lsjax.Params(config, unflatten(drawn))
+
+
+def frequencies(config: lsjax.LlamaConfig) -> np.ndarray:
+    """Rotary frequencies in float64, written from the definitions in the papers."""
+    plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain
+    if scaling.rope_type == "linear":
+        return plain / scaling.factor
+    turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)  # in the original length
+    blend = np.clip(
+        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
+    )
+    return blend * plain + (1 - blend) * plain / scaling.factor
+
+
+class NumpyLlama:
+    """A Llama in NumPy float64: no cache, no blocks, no exits; keys repeated for their query heads."""
+
+    def __init__(self, params: lsjax.Params) -> None:
+        self.config = params.config
+        self.weights = {path: np.asarray(leaf, np.float64) for path, leaf in flatten(params.tree).items()}
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        return x @ self.weights[name + "/kernel"] + self.weights.get(name + "/bias", 0)
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        mean_square = np.mean(x * x, axis=-1, keepdims=True)
+        return self.weights[name + "/scale"] * x / np.sqrt(mean_square + self.config.rms_norm_eps)
+
+    def rotate(self, x: np.ndarray) -> np.ndarray:
+        """``[batch, length, heads, head_dim]`` as complex numbers of the two halves."""
+        half = self.config.head_dim // 2
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
+            1j * np.arange(x.shape[1])[:, None] * frequencies(self.config)
+        )[:, None, :]
+        return np.concatenate([turned.real, turned.imag], axis=-1)
+
+    def attention(self, name: str, x: np.ndarray) -> np.ndarray:
+        batch, length, _ = x.shape
+        heads = (batch, length, -1, self.config.head_dim)
+        query = self.rotate(self.linear(name + "/q_proj", x).reshape(heads))
+        key = self.rotate(self.linear(name + "/k_proj", x).reshape(heads))
+        value = self.linear(name + "/v_proj", x).reshape(heads)
+        group = self.config.num_attention_heads // self.config.num_key_value_heads
+        key, value = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
+        scores = np.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(self.config.head_dim)
+        scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return self.linear(name + "/o_proj", np.einsum("bhqk,bkhd->bqhd", weights, value).reshape(batch, length, -1))
+
+    def mlp(self, name: str, x: np.ndarray) -> np.ndarray:
+        gate = self.linear(name + "/gate_proj", x)
+        return self.linear(name + "/down_proj", gate / (1 + np.exp(-gate)) * self.linear(name + "/up_proj", x))
+
+    def logits(self, tokens: np.ndarray, num_layers: int | None = None) -> np.ndarray:
+        """int ``[batch, length]`` to float64 ``[batch, length, vocab]``."""
+        x = self.weights["embed_tokens/embedding"][tokens]
+        for layer in range(self.config.num_hidden_layers if num_layers is None else num_layers):
+            name = f"layers_{layer}"
+            x = x + self.attention(name + "/self_attn", self.norm(name + "/input_layernorm", x))
+            x = x + self.mlp(name + "/mlp", self.norm(name + "/post_attention_layernorm", x))
+        x = self.norm("norm", x)
+        head = self.weights.get("lm_head/kernel")
+        return x @ (self.weights["embed_tokens/embedding"].T if head is None else head)
+
+    def generate(self, tokens: np.ndarray, lengths: np.ndarray, count: int, num_layers: int | None = None):
+        """Greedy text by full forwards: int ``[batch, width + count]`` and each choice's margin ``[batch, count]``.
+
+        The margin is the gap between the two largest logits over the logits' standard deviation.
+        """
+        batch, width = tokens.shape
+        text = np.concatenate([tokens, np.zeros((batch, count), tokens.dtype)], axis=1)
+        margins = np.zeros((batch, count))
+        rows = np.arange(batch)
+        for step in range(count):
+            seen = int(lengths.max()) + step
+            logits = self.logits(text[:, :seen], num_layers)[rows, lengths + step - 1]
+            top = np.sort(logits, axis=-1)
+            margins[:, step] = (top[:, -1] - top[:, -2]) / logits.std(-1)
+            text[rows, lengths + step] = logits.argmax(-1)
+        return text, margins
+
+
+def transformers_config(config: lsjax.LlamaConfig):
+    """The same configuration for transformers."""
+    import transformers
+
+    return transformers.LlamaConfig(**config.to_dict(), attn_implementation="eager")
+
+
+def transformers_model(params: lsjax.Params, **changes):
+    """The same model in torch, weights renamed here by hand; ``changes`` alter its configuration."""
+    import torch
+    import transformers
+
+    config = transformers_config(params.config)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    model = transformers.LlamaForCausalLM(config).eval()
+    state = {}
+    for path, leaf in flatten(params.tree).items():
+        *modules, kind = path.replace("layers_", "layers/").split("/")
+        name = ".".join(modules) + (".bias" if kind == "bias" else ".weight")
+        value = np.array(leaf).T if kind == "kernel" else np.array(leaf)
+        state[name if name.startswith("lm_head") else "model." + name] = torch.tensor(np.ascontiguousarray(value))
+    if params.config.tie_word_embeddings:
+        state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    model.load_state_dict(state, strict=True)
+    return model
+
+
+def key(seed: int) -> jax.Array:
+    return jax.random.key(seed)
