@@ -250,7 +250,7 @@ def _continue(
             raise ValueError(
                 f"capacity: expected at least {longest} tokens (committed, more, and new ones), got {state.capacity}"
             )
-        _warn_beyond_trained_length(params.config, longest)
+        _warn_beyond_trained_length(params.config, longest, callers=2)
         rows = widen(rows, bucket(width, _LEAST_PROMPT), 0)
     return _continue_jit(params, rows, more.lengths, None if new is None else np.int32(new), state)
 
@@ -317,10 +317,11 @@ def _check_capacity(capacity: Any, width: int, needed: int) -> int:
     return capacity
 
 
-def _warn_beyond_trained_length(config: LlamaConfig, length: int) -> None:
+def _warn_beyond_trained_length(config: LlamaConfig, length: int, callers: int = 1) -> None:
+    """A warning that points at the user's own line, ``callers`` functions of this module up."""
     if length > config.max_position_embeddings:
         warnings.warn(
             f"{length} tokens (prompt and new ones) exceed the length that the model was trained for, "
             f"max_position_embeddings={config.max_position_embeddings}: expect worse text past it",
-            stacklevel=3,
+            stacklevel=2 + callers,
         )

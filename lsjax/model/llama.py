@@ -133,7 +133,7 @@ class Llama(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Ids ``[...]`` to ``[..., hidden]``; ids outside the vocabulary read its nearest end."""
-        return self.embed_tokens.embedding.at[tokens].get(mode="clip")
+        return jnp.take(self.embed_tokens.embedding, tokens, axis=0, mode="clip")
 
     def run_layers(
         self,
