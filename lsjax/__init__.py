@@ -1,7 +1,33 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
-from lsjax.config import LlamaConfig
+from lsjax.config import LlamaConfig, RopeScaling
+from lsjax.convert.assemble import CheckpointError
 from lsjax.decode.generate import GenerateOutput, generate, prefill
 from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
 from lsjax.decode.state import DecodeState, Plan, Stats
+from lsjax.io import load, save
 from lsjax.params import Params, forward, init
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CheckpointError",
+    "DecodeState",
+    "Draft",
+    "GenerateOutput",
+    "LlamaConfig",
+    "Params",
+    "Plan",
+    "RopeScaling",
+    "Stats",
+    "Verification",
+    "decode_round",
+    "draft",
+    "forward",
+    "generate",
+    "init",
+    "load",
+    "prefill",
+    "save",
+    "verify",
+]
