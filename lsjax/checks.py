@@ -6,18 +6,19 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from lsjax.config import LlamaConfig
 
 
 def is_traced(*trees: Any) -> bool:
     """Whether any array of these trees is abstract, as inside ``jit``, ``vmap`` or ``eval_shape``."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(trees))
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
 def check_int(name: str, value: Any, least: int) -> int:
     """``value`` as a Python int of at least ``least``."""
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise TypeError(f"{name} must be a Python int, since shapes depend on it; got a traced value")
     if not hasattr(value, "__index__") or isinstance(value, bool) or int(value) < least:
         raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")

@@ -190,7 +190,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """
     if value is None:
         return ()
-    ids = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+    ids: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
     for token in ids:
         if not hasattr(token, "__index__") or isinstance(token, bool) or token < 0:
             raise ValueError(f"{name}: expected token ids of at least 0, got {value!r}")
@@ -228,7 +228,8 @@ def _rope_of(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[f
         for name in ("rope_scaling", "rope_parameters")
         if config.get(name) is not None
     }
-    if len(set(readings.values())) > 1:
+    first, *others = readings.values() or [None]
+    if any(other != first for other in others):
         raise ValueError(
             f"rope_scaling and rope_parameters contradict each other: {config['rope_scaling']!r} and "
             f"{config['rope_parameters']!r}"
@@ -238,9 +239,7 @@ def _rope_of(config: Mapping[str, Any], max_position_embeddings: int) -> tuple[f
     return (_THETA if theta is None else theta), None
 
 
-def _read_rope(
-    rope: Any, outer_theta: float | None, max_position_embeddings: int
-) -> tuple[float, RopeScaling | None]:
+def _read_rope(rope: Any, outer_theta: float | None, max_position_embeddings: int) -> tuple[float, RopeScaling | None]:
     """One rope dictionary; every entry is used or refused."""
     if not isinstance(rope, Mapping):
         raise ValueError(f"rope parameters: expected an object, got {rope!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -90,11 +90,12 @@ class Params:
         return f"Params({self.num_parameters:,} parameters, {self.config!r})"
 
     def tree_flatten_with_keys(self):
+        """JAX's hook: the arrays, and the configuration as static data."""
         return ((GetAttrKey("tree"), self.tree),), self.config
 
     @classmethod
     def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any]) -> Params:
-        # JAX unflattens placeholders too, so nothing is checked here.
+        """JAX's hook; it unflattens placeholders too, so nothing is checked here."""
         params = object.__new__(cls)
         params.config, params.tree = config, children[0]
         return params
@@ -109,10 +110,15 @@ def init(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         dtype: the arrays' dtype.
     """
     leaves = flatten(abstract_tree(config, dtype))
-    return Params(config, unflatten({
-        path: _init_leaf(jax.random.fold_in(key, index), config.initializer_range, path.split("/")[-1], leaf)
-        for index, (path, leaf) in enumerate(leaves.items())
-    }))
+    return Params(
+        config,
+        unflatten(
+            {
+                path: _init_leaf(jax.random.fold_in(key, index), config.initializer_range, path.split("/")[-1], leaf)
+                for index, (path, leaf) in enumerate(leaves.items())
+            }
+        ),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -166,6 +172,14 @@ def _mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
         elif not jnp.issubdtype(dtype, jnp.floating):
             problems.append(f"{path}: expected floating-point numbers, got {dtype}")
     return problems
+
+
+@overload
+def forward(params: Params, tokens: Any, *, num_layers: int | None = None) -> jax.Array: ...
+
+
+@overload
+def forward(params: Params, tokens: Any, *, exits: Sequence[int]) -> tuple[jax.Array, ...]: ...
 
 
 def forward(

@@ -1,15 +1,16 @@
-"""Random models with a steered agreement between layers, and an oracle in NumPy float64 that shares no code with lsjax."""
+"""Random models with a steered agreement between layers, and an independent oracle in NumPy float64."""
 
 from __future__ import annotations
 
-import jax
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 
 import lsjax
 from lsjax.params import abstract_tree, flatten, unflatten
 
-LLAMA3_ROPE = {
+LLAMA3_ROPE: Any = {
     "rope_type": "llama3",
     "rope_theta": 1000.0,
     "factor": 8.0,
@@ -49,15 +50,13 @@ def random_params(config: lsjax.LlamaConfig, seed: int, *, deep_from: int | None
 def frequencies(config: lsjax.LlamaConfig) -> np.ndarray:
     """Rotary frequencies in float64, written from the definitions in the papers."""
     plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
-    scaling = config.rope_scaling
+    scaling: Any = config.rope_scaling
     if scaling is None:
         return plain
     if scaling.rope_type == "linear":
         return plain / scaling.factor
     turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)  # in the original length
-    blend = np.clip(
-        (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1
-    )
+    blend = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return blend * plain + (1 - blend) * plain / scaling.factor
 
 
@@ -117,7 +116,7 @@ class NumpyLlama:
 
         The margin is the gap between the two largest logits over the logits' standard deviation.
         """
-        batch, width = tokens.shape
+        batch = len(tokens)
         text = np.concatenate([tokens, np.zeros((batch, count), tokens.dtype)], axis=1)
         margins = np.zeros((batch, count))
         rows = np.arange(batch)
@@ -134,7 +133,8 @@ def transformers_config(config: lsjax.LlamaConfig):
     """The same configuration for transformers."""
     import transformers
 
-    return transformers.LlamaConfig(**config.to_dict(), attn_implementation="eager")
+    fields: Any = {**config.to_dict(), "attn_implementation": "eager"}
+    return transformers.LlamaConfig(**fields)
 
 
 def transformers_model(params: lsjax.Params, **changes):
@@ -158,5 +158,6 @@ def transformers_model(params: lsjax.Params, **changes):
     return model
 
 
-def key(seed: int) -> jax.Array:
-    return jax.random.key(seed)
+def compiled_programs(function: Any) -> int:
+    """How many programs a jitted function has compiled so far."""
+    return function._cache_size()

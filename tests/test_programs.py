@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import CONFIG
-from support import random_params
+from support import compiled_programs, random_params
 
 import lsjax
 from lsjax.decode import generate as generate_module
@@ -58,12 +58,12 @@ def flatten_names(params) -> list[str]:
 
 def test_each_depth_of_draft_is_a_program_of_its_own(params):
     state = fresh_state(params, 2, Plan(3, 4, 3), 64)
-    before = lsjax.draft._cache_size()
+    before = compiled_programs(lsjax.draft)
     lsjax.draft(params, state, num_layers=1)
     lsjax.draft(params, state, num_layers=2)
-    assert lsjax.draft._cache_size() == before + 2
+    assert compiled_programs(lsjax.draft) == before + 2
     lsjax.draft(params, state, num_layers=2)
-    assert lsjax.draft._cache_size() == before + 2
+    assert compiled_programs(lsjax.draft) == before + 2
 
 
 def test_draft_and_verify_called_alone_are_the_round(params):
@@ -85,6 +85,11 @@ def cache_bytes(batch: int, slots: int) -> int:
     return 4 * 2 * batch * CONFIG.num_key_value_heads * slots * CONFIG.head_dim * 4
 
 
+def temporaries_of(compiled) -> int:
+    """Bytes of temporary memory that a compiled program wants."""
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 def copying_round(params, state):
     """The negative control: a frozen row's cache kept by ``where``."""
     after = run_round(params, state)
@@ -101,7 +106,7 @@ def loop_temporaries(params, batch: int, plan: Plan, capacity: int, round_functi
         return jax.lax.while_loop(lambda s: s.active, functools.partial(round_function, params), state)
 
     compiled = jax.jit(loop, donate_argnums=1).lower(params, state).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return temporaries_of(compiled)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -121,7 +126,7 @@ def test_generate_holds_one_cache_and_its_program_copies_none(params, plan):
     text, temporaries = {}, {}
     for capacity in (512, 8192):
         compiled = generate_module._generate.lower(*arguments(params, 3, plan, capacity)).compile()
-        temporaries[capacity] = compiled.memory_analysis().temp_size_in_bytes
+        temporaries[capacity] = temporaries_of(compiled)
         text[capacity] = compiled.as_text()
     assert temporaries[8192] - temporaries[512] < 1.1 * cache_bytes(3, 8192 - 512)
     slots = 8192 + plan.num_speculations + 1
@@ -203,7 +208,7 @@ def test_no_work_is_repeated(params):
 def test_eager_calls_of_many_lengths_compile_little(params):
     compiled = collections.Counter()
 
-    def listen(event: str, duration: float, **kwargs) -> None:
+    def listen(event: str, duration_secs: float, **kwargs) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             compiled["programs"] += 1
 

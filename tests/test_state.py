@@ -1,6 +1,7 @@
 """The decode state driven from the host: continuing at an offset, shared prefixes, capacity, frozen rows."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from oracle import NEW, WIDTH, Report, case
 
 import lsjax
 
-OPTIONS = {"exit_layer": 2, "num_speculations": 3, "eos_token_id": ()}
+OPTIONS: Any = {"exit_layer": 2, "num_speculations": 3, "eos_token_id": ()}
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,9 @@ def test_continuing_at_an_offset_equals_one_long_prompt(data, cut):
     rest = np.zeros((8, WIDTH), int)
     for row in rows:
         rest[row, : tails[row]] = data.prompts[row, heads[row] : lengths[row]]
-    head = lsjax.prefill(data.params, data.prompts[rows][:, : heads.max()], prompt_lengths=heads, capacity=64, **OPTIONS)
+    head = lsjax.prefill(
+        data.params, data.prompts[rows][:, : heads.max()], prompt_lengths=heads, capacity=64, **OPTIONS
+    )
     state = lsjax.prefill(data.params, rest, prompt_lengths=tails, state=head, max_new_tokens=NEW)
     np.testing.assert_array_equal(state.lengths, lengths)
     assert not report_of(data, rows, finish(data.params, state), NEW).wrong
@@ -190,7 +193,9 @@ def test_works_inside_the_callers_jit_and_with_traced_lengths(data):
     out, rate = mine(data.params, jnp.asarray(data.prompts[rows]), jnp.asarray(data.lengths[rows]))
     jax.tree.map(np.testing.assert_array_equal, out, expected)
     np.testing.assert_allclose(rate, np.mean(np.asarray(expected.stats.acceptance_rate)), rtol=1e-6)
-    closed = jax.jit(lambda: lsjax.generate(data.params, data.prompts[rows], prompt_lengths=data.lengths[rows], **options))
+    closed = jax.jit(
+        lambda: lsjax.generate(data.params, data.prompts[rows], prompt_lengths=data.lengths[rows], **options)
+    )
     jax.tree.map(np.testing.assert_array_equal, closed(), expected)
 
 
@@ -198,14 +203,14 @@ def test_prefill_and_rounds_work_inside_jit(data):
     rows = np.arange(6)
 
     @functools.partial(jax.jit, static_argnames="cut")
-    def mine(params, tokens, cut):
-        state = lsjax.prefill(params, tokens[:, :cut], capacity=64, **OPTIONS)
+    def mine(params, tokens, lengths, cut):
+        state = lsjax.prefill(params, tokens[:, :cut], prompt_lengths=lengths, capacity=64, **OPTIONS)
         state = lsjax.prefill(params, tokens[:, cut:], state=state, max_new_tokens=12)
         return jax.lax.while_loop(lambda s: s.active, lambda s: lsjax.decode_round(params, s), state).tokens
 
     prompt = data.texts[rows, :WIDTH]
     expected = lsjax.generate(data.params, prompt, max_new_tokens=12, eos_token_id=())
-    found = mine(data.params, jnp.asarray(prompt), cut=7)
+    found = mine(data.params, jnp.asarray(prompt), jnp.full(6, 7), cut=7)
     np.testing.assert_array_equal(found[:, : WIDTH + 12], expected.tokens)
 
 
@@ -231,7 +236,7 @@ def test_statistics_leave_out_drafts_beyond_an_eos(data):
     length = int(data.lengths[row])
     text = data.texts[row, length:]
     prompt = data.prompts[row, :length]
-    accept_all = {"exit_layer": 4, "num_speculations": 3, "max_new_tokens": NEW}
+    accept_all: Any = {"exit_layer": 4, "num_speculations": 3, "max_new_tokens": NEW}
     for offset in range(8):
         eos = int(text[offset])
         end = int(np.argmax(text == eos))  # its first appearance

@@ -69,8 +69,8 @@ def _first_difference(session: Session, plain: Answer, drafted: Answer) -> Diffe
         if left != right:
             pairs = enumerate(zip(left, right, strict=False))
             at = next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
-            ids = (row[at] if at < len(row) else None for row in (left, right))
-            return Difference(prompt, at, *ids, _gap(session, prompt, left[:at]))
+            plain_id, drafted_id = (row[at] if at < len(row) else None for row in (left, right))
+            return Difference(prompt, at, plain_id, drafted_id, _gap(session, prompt, left[:at]))
     return None
 
 
@@ -151,9 +151,9 @@ def _verdict(session: Session, plain: Timed, drafted: Timed) -> str:
     if not sum(answer.drafted):
         return f"{text} Nothing was drafted, so it could gain nothing."
     text += (
-        f" It was slower because {answer.acceptance_rate:.1%} of the drafts were accepted, {answer.tokens_per_round:.2f} "
-        f"tokens a round, too few to pay for up to {options.num_speculations} drafts of {options.exit_layer} of "
-        f"{layers} layers and their check."
+        f" It was slower because {answer.acceptance_rate:.1%} of the drafts were accepted, "
+        f"{answer.tokens_per_round:.2f} tokens a round: too few to pay for rounds of {options.num_speculations} drafts "
+        f"by {options.exit_layer} of {layers} layers, and their check."
     )
     if answer.acceptance_rate < 0.5:
         text += (

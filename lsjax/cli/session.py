@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import signal
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -73,16 +76,17 @@ class Session:
     def answer(self, strategy: str) -> Answer:
         """Generates with one strategy and waits for the result."""
         start = time.perf_counter()
-        found = generate(
-            self.params,
-            self.prompts.tokens,
-            prompt_lengths=self.prompts.lengths,
-            exit_layer=self.options.exit_layer,
-            num_speculations=self.options.num_speculations,
-            max_new_tokens=self.options.max_new_tokens,
-            strategy=strategy,
-        )
-        tokens = np.asarray(found.tokens)  # waits
+        with _interruptible():
+            found = generate(
+                self.params,
+                self.prompts.tokens,
+                prompt_lengths=self.prompts.lengths,
+                exit_layer=self.options.exit_layer,
+                num_speculations=self.options.num_speculations,
+                max_new_tokens=self.options.max_new_tokens,
+                strategy=strategy,
+            )
+            tokens = np.asarray(found.tokens)  # waits
         seconds = time.perf_counter() - start
         spans = zip(tokens, self.prompts.lengths, np.asarray(found.lengths), strict=True)
         return Answer(
@@ -141,7 +145,8 @@ def open_session(options: argparse.Namespace) -> Session:
     """
     note(f"loading {options.model}")
     with usage_errors(f"--model {options.model}", ValueError, OSError, ImportError):
-        params, tokenizer = load(options.model, dtype=options.dtype), load_tokenizer(options.model)
+        tokenizer = load_tokenizer(options.model)  # first, since it is quick to fail
+        params = load(options.model, dtype=options.dtype)
     if options.exit_layer is not None:
         with usage_errors(f"--exit-layer {options.exit_layer}", ValueError):
             check_depth(options.model, options.exit_layer, params.config)
@@ -182,6 +187,22 @@ def run(session: Session) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once (status 130 to a shell), quietly.
+
+    Python's own handler would run only when the compiled program returns, perhaps minutes later.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def note(text: str) -> None:

@@ -27,8 +27,7 @@ _NUM_SPECULATIONS = 4
 _LEAST_PROMPT, _LEAST_CAPACITY = 16, 64  # the smallest buckets of eager calls
 
 
-@flax.struct.dataclass
-class GenerateOutput:
+class GenerateOutput(flax.struct.PyTreeNode):
     """What :func:`generate` returns; without the batch axis where the prompt had none.
 
     Attributes:
@@ -87,19 +86,18 @@ def generate(
     """
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
-    batch, width = prompts.tokens.shape
+    width = prompts.tokens.shape[1]
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
     eos, pad = _special_ids(params.config, eos_token_id, pad_token_id)
     longest = width if is_traced(prompts.lengths) else int(prompts.lengths.max())
     eager = not is_traced(params, prompts)
-    if capacity is None:
-        capacity = width + max_new_tokens
-        capacity = bucket(capacity, _LEAST_CAPACITY) if eager else capacity
+    if capacity is not None:
+        held = _check_capacity(capacity, width, longest + max_new_tokens)
     else:
-        capacity = _check_capacity(capacity, width, longest + max_new_tokens)
+        held = bucket(width + max_new_tokens, _LEAST_CAPACITY) if eager else width + max_new_tokens
     _warn_beyond_trained_length(params.config, longest + max_new_tokens)
-    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), capacity), int(pad)) if eager else prompts.tokens
-    found = _generate(params, rows, prompts.lengths, np.int32(max_new_tokens), eos, pad, plan, capacity)
+    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held), int(pad)) if eager else prompts.tokens
+    found = _generate(params, rows, prompts.lengths, np.int32(max_new_tokens), eos, pad, plan, held)
     return _trim(found, prompts, width + max_new_tokens, pad)
 
 
@@ -119,8 +117,8 @@ def _generate(
     return GenerateOutput(state.tokens, state.lengths, state.stats)
 
 
-def _trim(found: GenerateOutput, prompts: Prompts, width: int, pad: np.ndarray) -> GenerateOutput:
-    """Cuts buckets to the caller's shapes: in NumPy where values are at hand, since ``jnp`` would compile each slice."""
+def _trim(found: GenerateOutput, prompts: Prompts, width: int, pad: np.int32) -> GenerateOutput:
+    """Cuts buckets to the caller's shapes: in NumPy where it can, since ``jnp`` would compile each slice."""
     if is_traced(found):
         spare = found.tokens.shape[1] - width
         tokens = found.tokens[:, :width] if spare >= 0 else jnp.pad(found.tokens, ((0, 0), (0, -spare)))
@@ -157,9 +155,9 @@ def prefill(
         params: the model.
         tokens: int ``[length]`` or ``[batch, length]``; the state's batch where one is given. Continuing, a row may
             have 0 tokens (``prompt_lengths``) and then stays as it is.
-        state: continue this one: ``tokens`` follow what each row has committed, generated tokens included, and rows that
-            were done go on. The old state stays usable, so that a prefix can be shared by many continuations. Plan,
-            capacity and special ids stay those of the state.
+        state: continue this one: ``tokens`` follow what each row has committed, generated tokens included, and rows
+            that were done go on. The old state stays usable, so that a prefix can be shared by many continuations.
+            Plan, capacity and special ids stay those of the state.
         capacity: static; tokens that a row can hold in all. None: the prompt and ``max_new_tokens``.
         exit_layer: static; as in :func:`~lsjax.decode.generate.generate`, like the rest.
         num_speculations: static; None: 4.
@@ -176,7 +174,9 @@ def prefill(
     if state is not None:
         options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id)
         if any(option is not None for option in options):
-            raise ValueError("a state that is continued keeps its options: give tokens, lengths and max_new_tokens only")
+            raise ValueError(
+                "a state that is continued keeps its options: give tokens, lengths and max_new_tokens only"
+            )
         return _continue(params, tokens, state, max_new_tokens, prompt_lengths, attention_mask)
     num_speculations = _NUM_SPECULATIONS if num_speculations is None else num_speculations
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
@@ -187,13 +187,13 @@ def prefill(
     new = check_int("max_new_tokens", max_new_tokens, 1) if max_new_tokens is not None else None
     if capacity is None:
         new = _MAX_NEW_TOKENS if new is None else new
-        capacity = width + new
+        held = width + new
     else:
-        capacity = _check_capacity(capacity, width, longest + (1 if new is None else new))
+        held = _check_capacity(capacity, width, longest + (1 if new is None else new))
     _warn_beyond_trained_length(params.config, longest if new is None else longest + new)
-    limits = np.full_like(prompts.lengths, capacity) if new is None else prompts.lengths + np.int32(new)
-    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), capacity), int(pad))
-    return _prefill_jit(params, rows, prompts.lengths, limits, eos, pad, plan, capacity)
+    limits = np.full(prompts.lengths.shape, held, np.int32) if new is None else prompts.lengths + np.int32(new)
+    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held), int(pad))
+    return _prefill_jit(params, rows, prompts.lengths, limits, eos, pad, plan, held)
 
 
 def _prefill(
@@ -302,7 +302,7 @@ def make_plan(config: LlamaConfig, exit_layer: int | None, num_speculations: int
     return Plan(depth, depth, 0) if strategy == "early_exit" else Plan(depth, layers, drafts)
 
 
-def _special_ids(config: LlamaConfig, eos_token_id: Any, pad_token_id: Any) -> tuple[np.ndarray, np.ndarray]:
+def _special_ids(config: LlamaConfig, eos_token_id: Any, pad_token_id: Any) -> tuple[np.ndarray, np.int32]:
     eos = config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
     pad = config.pad_token_id or 0 if pad_token_id is None else check_int("pad_token_id", pad_token_id, 0)
     return eos_array(eos), np.int32(pad)

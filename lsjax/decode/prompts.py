@@ -94,7 +94,7 @@ def _with_padding_hidden(tokens: Any, prompt_lengths: Any, attention_mask: Any) 
 
 def _align(rows: Any, mask: Any) -> tuple[Any, Any]:
     """Moves each row's tokens to the left end; a mask must be one unbroken run of ones."""
-    xp = jnp if is_traced(rows, mask) else np
+    xp: Any = jnp if is_traced(rows, mask) else np
     lengths = mask.sum(axis=1)
     first = mask.argmax(axis=1)
     column = np.arange(rows.shape[1])

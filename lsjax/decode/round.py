@@ -22,8 +22,7 @@ from lsjax.model.cache import LayerCache
 from lsjax.params import Params
 
 
-@flax.struct.dataclass
-class Draft:
+class Draft(flax.struct.PyTreeNode):
     """What the early layers left for verification.
 
     Attributes:
@@ -42,8 +41,7 @@ class Draft:
     exit_layer: int = flax.struct.field(pytree_node=False)
 
 
-@flax.struct.dataclass
-class Verification:
+class Verification(flax.struct.PyTreeNode):
     """What the full model says to a draft.
 
     Attributes:

@@ -27,8 +27,7 @@ class Plan(NamedTuple):
     num_speculations: int
 
 
-@flax.struct.dataclass
-class Stats:
+class Stats(flax.struct.PyTreeNode):
     """What the rounds did, per row. Finished rows count nothing.
 
     Attributes:
@@ -56,8 +55,7 @@ class Stats:
         return self.new_tokens / jnp.maximum(self.rounds, 1)
 
 
-@flax.struct.dataclass
-class DecodeState:
+class DecodeState(flax.struct.PyTreeNode):
     """A resumable batch of half-written texts.
 
     Invariant between rounds: row i has ``lengths[i] = n`` committed tokens, every layer's cache holds exactly

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 from lsjax.config import LlamaConfig
@@ -207,6 +208,6 @@ def _norm(config: LlamaConfig, param_dtype) -> nn.RMSNorm:
 
 
 def _head_dot(hidden: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
-    hidden, weight = nn.dtypes.promote_dtype(hidden, weight)
+    hidden, weight = promote_dtype(hidden, weight)
     dimensions = (((hidden.ndim - 1,), (contract,)), ((), ()))
     return lax.dot_general(hidden, weight, dimensions, preferred_element_type=jnp.float32)

@@ -27,7 +27,8 @@ def inverse_frequencies(config: LlamaConfig) -> np.ndarray:
         return stretched
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     original = scaling.original_max_position_embeddings
-    assert low is not None and high is not None and original is not None  # RopeScaling's own checks
+    if low is None or high is None or original is None:
+        raise ValueError(f"rope_type {scaling.rope_type!r} lacks its frequency bands: {scaling!r}")
     wavelength = np.float32(2 * np.pi) / frequencies
     smooth = (np.float32(original) / wavelength - np.float32(low)) / np.float32(high - low)
     between = (1 - smooth) * frequencies / np.float32(scaling.factor) + smooth * frequencies
