@@ -38,8 +38,9 @@ class Params:
 
     def __init__(self, config: LlamaConfig, tree: Mapping[str, Any]) -> None:
         self.config = config
-        self.tree = jax.tree.map(lambda leaf: leaf, dict(tree))  # a copy of the dictionaries, not of the arrays
-        problems = _mismatches(flatten(abstract_tree(config)), flatten(self.tree))
+        leaves = flatten(tree)
+        self.tree = unflatten(leaves)  # plain dictionaries of our own, whatever mapping came; the arrays are not copied
+        problems = _mismatches(flatten(abstract_tree(config)), leaves)
         if problems:
             raise ValueError("parameters do not fit the configuration:\n  " + "\n  ".join(problems))
 

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -328,6 +329,13 @@ def test_params_refuse_a_tree_that_does_not_fit(params):
     assert any("layers_0/mlp/up_proj/kernel: expected the shape (64, 112), got (64, 3)" in line for line in lines)
     assert any("unexpected: layers_1/mlp/extra" in line for line in lines)
     assert any("layers_2/input_layernorm/scale: expected floating-point numbers, got int32" in line for line in lines)
+
+
+def test_params_take_any_mapping_and_keep_plain_dictionaries(params):
+    frozen = lsjax.Params(CONFIG, flax.core.freeze(params.tree))
+    assert jax.tree.structure(frozen) == jax.tree.structure(params)
+    frozen.tree["norm"]["scale"] = None
+    assert params.tree["norm"]["scale"] is not None
 
 
 def test_params_are_one_pytree_whose_configuration_is_static(params):

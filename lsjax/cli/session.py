@@ -199,6 +199,7 @@ def _interruptible() -> Iterator[None]:
     if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
         return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
     finally:
