@@ -1,7 +1,7 @@
 """Plain decoding, then the same with early-exit drafts: the same text, and the time of both.
 
-    python examples/quickstart.py                                   # SmolLM2-135M-Instruct, fetched once
-    python examples/quickstart.py facebook/layerskip-llama3.2-1B    # trained for early exits; a gated hub model
+Run it as ``python examples/quickstart.py`` for SmolLM2-135M-Instruct, which is fetched once, or with a model that was
+trained to exit early, ``python examples/quickstart.py facebook/layerskip-llama3.2-1B`` (gated, on the hub).
 """
 
 import sys

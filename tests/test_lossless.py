@@ -13,7 +13,7 @@ import lsjax
 from lsjax.decode import generate as generate_module
 from lsjax.decode.round import commit, run_round
 
-MODELS = [(0, 0.3), (1, 0.1), (2, 0.05)]
+MODELS = [(4, 0.15), (5, 0.1), (7, 0.12)]
 PAD = 7
 
 

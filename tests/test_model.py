@@ -3,11 +3,11 @@
 import dataclasses
 from typing import Any
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.core import freeze
 from support import LLAMA3_ROPE, NumpyLlama, frequencies, random_params, transformers_config, transformers_model
 
 import lsjax
@@ -332,7 +332,7 @@ def test_params_refuse_a_tree_that_does_not_fit(params):
 
 
 def test_params_take_any_mapping_and_keep_plain_dictionaries(params):
-    frozen = lsjax.Params(CONFIG, flax.core.freeze(params.tree))
+    frozen = lsjax.Params(CONFIG, freeze(params.tree))
     assert jax.tree.structure(frozen) == jax.tree.structure(params)
     frozen.tree["norm"]["scale"] = None
     assert params.tree["norm"]["scale"] is not None
