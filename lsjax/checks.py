@@ -16,6 +16,15 @@ def is_traced(*trees: Any) -> bool:
     return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
 
 
+def check_params(params: Any) -> None:
+    """That ``params`` is a model, not the bare tree of one."""
+    if not isinstance(getattr(params, "config", None), LlamaConfig):
+        raise TypeError(
+            "params: expected lsjax.Params, as lsjax.load, lsjax.init or lsjax.Params(config, tree) make them; "
+            f"got {type(params).__name__}"
+        )
+
+
 def check_int(name: str, value: Any, least: int) -> int:
     """``value`` as a Python int of at least ``least``."""
     if isinstance(value, Tracer):

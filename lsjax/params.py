@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import DictKey, GetAttrKey
 
-from lsjax.checks import check_depth, check_tokens
+from lsjax.checks import check_depth, check_params, check_tokens
 from lsjax.config import LlamaConfig
 from lsjax.model.cache import LayerCache, init_cache
 from lsjax.model.llama import Llama
@@ -205,6 +205,7 @@ def forward(
         >>> logits = lsjax.forward(params, tokens, num_layers=4)
         >>> shallow, deep = lsjax.forward(params, tokens, exits=(4, 16))
     """
+    check_params(params)
     if num_layers is not None and exits is not None:
         raise ValueError("give num_layers or exits, not both")
     if exits is not None and not exits:

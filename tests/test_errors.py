@@ -70,6 +70,12 @@ def test_tokens_are_refused_by_every_entry(params, tokens, message):
             function(params, tokens)
 
 
+def test_a_bare_tree_is_refused_by_every_entry(params):
+    for function in (lsjax.generate, lsjax.prefill, lsjax.forward):
+        with pytest.raises(TypeError, match="params: expected lsjax.Params, .* got dict"):
+            function(params.tree, TOKENS)
+
+
 def test_forward_refuses(params):
     for options, message in [
         ({"num_layers": 0}, "num_layers: expected a layer in 1..4, got 0"),

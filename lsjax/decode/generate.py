@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from lsjax.checks import check_depth, check_int, is_traced
+from lsjax.checks import check_depth, check_int, check_params, is_traced
 from lsjax.config import LlamaConfig, token_ids
 from lsjax.decode.prompts import Prompts, bucket, read_prompts, widen
 from lsjax.decode.round import run_round
@@ -84,6 +84,7 @@ def generate(
         >>> out = lsjax.generate(params, tokens, exit_layer=4, num_speculations=6, max_new_tokens=128)
         >>> out.tokens, out.stats.acceptance_rate
     """
+    check_params(params)
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
     width = prompts.tokens.shape[1]
@@ -171,6 +172,7 @@ def prefill(
     Raises:
         ValueError: says what was expected and what came.
     """
+    check_params(params)
     if state is not None:
         options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id)
         if any(option is not None for option in options):
