@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
@@ -27,19 +29,70 @@ def check_params(params: Any) -> None:
 
 def check_int(name: str, value: Any, least: int) -> int:
     """``value`` as a Python int of at least ``least``."""
-    if isinstance(value, Tracer):
-        raise TypeError(f"{name} must be a Python int, since shapes depend on it; got a traced value")
-    if not hasattr(value, "__index__") or isinstance(value, bool) or int(value) < least:
+    found = _static_int(name, value)
+    if found is None or found < least:
         raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")
-    return int(value)
+    return found
 
 
 def check_depth(name: str, value: Any, config: LlamaConfig) -> int:
     """``value`` as a number of layers, 1 to all of them."""
-    layers = config.num_hidden_layers
-    if not hasattr(value, "__index__") or isinstance(value, bool) or not 1 <= int(value) <= layers:
+    found, layers = _static_int(name, value), config.num_hidden_layers
+    if found is None or not 1 <= found <= layers:
         raise ValueError(f"{name}: expected a layer in 1..{layers}, got {value!r}")
-    return int(value)
+    return found
+
+
+def _static_int(name: str, value: Any) -> int | None:
+    """The int that a value is, or None; never a rounded one."""
+    if isinstance(value, Tracer):
+        raise TypeError(f"{name} must be a Python int, since programs and shapes depend on it; got a traced value")
+    try:
+        return None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
+    """A number, list or array as a NumPy array, or as a traced one; its dtype's kind is one of ``kinds``."""
+    if is_traced(value):
+        array = jnp.asarray(value)
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError as error:  # rows of unequal length
+            raise ValueError(
+                f"{name}: expected an array, got rows of unequal length; pad unequal prompts and give prompt_lengths "
+                f"or attention_mask ({error})"
+            ) from None
+    if array.dtype.kind not in kinds and array.size:
+        what = type(value).__name__ if array.dtype.kind in "OUSV" else str(array.dtype)
+        raise ValueError(f"{name}: expected integers, got {what}")
+    return array
+
+
+def read_tokens(tokens: Any) -> tuple[Any, bool]:
+    """Integer ids as ``[batch, length]``, NumPy where they are concrete, and whether they came as one row."""
+    rows = as_array("tokens", tokens)
+    if rows.ndim not in (1, 2):
+        raise ValueError(f"tokens: expected the shape [length] or [batch, length], got {tuple(rows.shape)}")
+    if not rows.size:
+        raise ValueError(f"tokens: expected at least one token a row, got an empty prompt of shape {rows.shape}")
+    single = rows.ndim == 1
+    return (rows[None] if single else rows), single
+
+
+def check_vocabulary(rows: Any, config: LlamaConfig, valid: Any = True) -> Any:
+    """``rows`` as int32, its concrete ids inside the vocabulary wherever ``valid`` (broadcast) is true."""
+    if not is_traced(rows, valid):
+        outside = ((rows < 0) | (rows >= config.vocab_size)) & valid
+        if outside.any():
+            row, column = np.argwhere(outside)[0]
+            raise ValueError(
+                f"tokens: expected ids in 0..{config.vocab_size - 1}, got {rows[row, column]} at row {row}, "
+                f"position {column}"
+            )
+    return rows.astype(np.int32)
 
 
 def check_tokens(tokens: Any, config: LlamaConfig) -> tuple[Any, bool]:
@@ -48,28 +101,5 @@ def check_tokens(tokens: Any, config: LlamaConfig) -> tuple[Any, bool]:
     Concrete ids come back as a NumPy array, checked against the vocabulary; traced ids keep their values unchecked
     (the model reads the vocabulary's nearest end for an id outside it).
     """
-    if not is_traced(tokens):
-        try:
-            tokens = np.asarray(tokens)
-        except ValueError as error:  # rows of unequal length
-            raise ValueError(
-                "tokens: expected an int array [length] or [batch, length]; pad unequal prompts and give "
-                f"prompt_lengths or attention_mask ({error})"
-            ) from None
-        if not tokens.size:
-            raise ValueError(f"tokens: expected at least one token a row, got an empty prompt of shape {tokens.shape}")
-    if tokens.ndim not in (1, 2) or 0 in tokens.shape:
-        raise ValueError(f"tokens: expected the shape [length] or [batch, length], got {tuple(tokens.shape)}")
-    if not np.issubdtype(tokens.dtype, np.integer):
-        raise ValueError(f"tokens: expected integers, got {tokens.dtype}")
-    single = tokens.ndim == 1
-    rows = tokens[None] if single else tokens
-    if not is_traced(rows):
-        outside = (rows < 0) | (rows >= config.vocab_size)
-        if outside.any():
-            row, column = np.argwhere(outside)[0]
-            raise ValueError(
-                f"tokens: expected ids in 0..{config.vocab_size - 1}, got {rows[row, column]} at row {row}, "
-                f"position {column}"
-            )
-    return rows.astype(np.int32), single
+    rows, single = read_tokens(tokens)
+    return check_vocabulary(rows, config), single

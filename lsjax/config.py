@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -186,15 +187,19 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """One id, several or None, as a tuple of ids.
 
     Raises:
-        ValueError: an entry is no int or below 0.
+        ValueError: an entry is no int, below 0, or too large for int32.
     """
     if value is None:
         return ()
-    ids: tuple[Any, ...] = tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
-    for token in ids:
-        if not hasattr(token, "__index__") or isinstance(token, bool) or token < 0:
-            raise ValueError(f"{name}: expected token ids of at least 0, got {value!r}")
-    return tuple(int(token) for token in ids)
+    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1)
+    ids: tuple[Any, ...] = tuple(value) if several else (value,)
+    try:
+        found = tuple(operator.index(token) for token in ids if not isinstance(token, bool))
+    except TypeError:
+        found = ()
+    if len(found) < len(ids) or not all(0 <= token < 2**31 for token in found):
+        raise ValueError(f"{name}: expected token ids of at least 0, got {value!r}")
+    return found
 
 
 def _is_int(value: Any) -> bool:

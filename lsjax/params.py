@@ -170,8 +170,8 @@ def _mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
             problems.append(f"{path}: expected an array, got {type(leaf).__name__}")
         elif tuple(shape) != tuple(expected[path].shape):
             problems.append(f"{path}: expected the shape {tuple(expected[path].shape)}, got {tuple(shape)}")
-        elif not jnp.issubdtype(dtype, jnp.floating):
-            problems.append(f"{path}: expected floating-point numbers, got {dtype}")
+        elif not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
+            problems.append(f"{path}: expected floating-point numbers of at least 16 bits, got {dtype}")
     return problems
 
 

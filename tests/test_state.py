@@ -46,7 +46,7 @@ def test_rounds_from_the_host_equal_generate(data):
     rows = np.arange(6)
     prompt = {"prompt_lengths": data.lengths[rows], "max_new_tokens": NEW, **OPTIONS}
     state = finish(data.params, lsjax.prefill(data.params, data.prompts[rows], **prompt))
-    assert state.capacity == WIDTH + NEW
+    assert state.capacity >= WIDTH + NEW
     out = lsjax.generate(data.params, data.prompts[rows], **prompt)
     np.testing.assert_array_equal(np.asarray(state.tokens)[:, : WIDTH + NEW], out.tokens)
     np.testing.assert_array_equal(state.lengths, out.lengths)
@@ -65,7 +65,12 @@ def test_continuing_at_an_offset_equals_one_long_prompt(data, cut):
     for row in rows:
         rest[row, : tails[row]] = data.prompts[row, heads[row] : lengths[row]]
     head = lsjax.prefill(
-        data.params, data.prompts[rows][:, : heads.max()], prompt_lengths=heads, capacity=64, **OPTIONS
+        data.params,
+        data.prompts[rows][:, : heads.max()],
+        prompt_lengths=heads,
+        capacity=64,
+        max_new_tokens=NEW,
+        **OPTIONS,
     )
     state = lsjax.prefill(data.params, rest, prompt_lengths=tails, state=head, max_new_tokens=NEW)
     np.testing.assert_array_equal(state.lengths, lengths)
@@ -246,3 +251,74 @@ def test_statistics_leave_out_drafts_beyond_an_eos(data):
         full, slot = divmod(end, 4)
         assert int(out.stats.rounds) == full + 1
         assert int(out.stats.drafted) == int(out.stats.accepted) == 3 * full + min(slot + 1, 3)
+
+
+def test_rows_without_more_tokens_keep_their_limits(data):
+    state = lsjax.prefill(data.params, data.texts[:2, :8], capacity=20, max_new_tokens=4, **OPTIONS)
+    for new in (None, 2):
+        more = lsjax.prefill(data.params, data.texts[:2, :1], prompt_lengths=[0, 1], state=state, max_new_tokens=new)
+        assert more.limits.tolist() == [12, 20 if new is None else 11]
+    # A row that is full takes no part, so it forbids the others nothing.
+    full = finish(data.params, lsjax.prefill(data.params, data.texts[:2, :8], capacity=12, **OPTIONS))
+    state = full.replace(lengths=full.lengths - jnp.array([0, 3]), done=jnp.array([True, False]))
+    more = lsjax.prefill(data.params, data.texts[:2, :1], prompt_lengths=[0, 1], state=state)
+    assert more.done.tolist() == [True, False]
+    with pytest.raises(ValueError, match="capacity: expected at least 14 tokens"):
+        lsjax.prefill(data.params, data.texts[:2, :1], state=full)
+
+
+def test_continuing_past_the_capacity_in_jit_leaves_out_what_does_not_fit(data):
+    """Values cannot be checked there; nothing old is overwritten, and no row grows past the capacity."""
+    state = lsjax.prefill(data.params, data.texts[:2, :10], capacity=16, **OPTIONS)
+    more = jax.jit(lambda s, t: lsjax.prefill(data.params, t, state=s, max_new_tokens=5))(state, data.texts[2:4, :12])
+    assert more.lengths.tolist() == more.limits.tolist() == [16, 16]
+    assert more.done.all()
+    np.testing.assert_array_equal(np.asarray(more.tokens)[:, :10], data.texts[:2, :10])
+    np.testing.assert_array_equal(np.asarray(more.tokens)[:, 10:16], data.texts[2:4, :6])
+    assert (np.asarray(more.tokens)[:, 16:] == 0).all()
+
+
+def test_padding_is_the_pad_id_everywhere(data):
+    options: Any = {"max_new_tokens": 20, "pad_token_id": 7, "prompt_lengths": np.array([2, 3]), **OPTIONS}
+    eager = lsjax.generate(data.params, data.texts[:2, :12], capacity=23, **options)
+    traced = jax.jit(lambda t: lsjax.generate(data.params, t, capacity=23, **options))(data.texts[:2, :12])
+    state = lsjax.prefill(data.params, data.texts[:2, :12], capacity=23, **options)
+    np.testing.assert_array_equal(eager.tokens, traced.tokens)
+    for row, length in enumerate((2, 3)):
+        assert (eager.tokens[row, length + 20 :] == 7).all()
+        assert (state.tokens[row, length:] == 7).all()
+
+
+def test_special_ids_may_be_traced(data):
+    eos = int(data.texts[0, data.lengths[0] + 5])
+    prompt = data.prompts[0, : data.lengths[0]]
+    options: Any = {"exit_layer": 2, "num_speculations": 3, "max_new_tokens": NEW}
+    expected = lsjax.generate(data.params, prompt, eos_token_id=eos, pad_token_id=9, **options)
+    mine = jax.jit(lambda eos, pad: lsjax.generate(data.params, prompt, eos_token_id=eos, pad_token_id=pad, **options))
+    for traced in (mine(eos, 9), mine(jnp.array([eos, 250]), 9)):
+        np.testing.assert_array_equal(traced.tokens, expected.tokens)
+    forms: list[Any] = [np.array(eos), jnp.int32(eos), [eos], {eos}]
+    for form in forms:
+        again = lsjax.generate(data.params, prompt, eos_token_id=form, **options | {"pad_token_id": np.int64(9)})
+        np.testing.assert_array_equal(again.tokens, expected.tokens)
+
+
+def test_the_same_tokens_under_x64(data):
+    rows = np.arange(6)
+    prompt = {"prompt_lengths": data.lengths[rows], "max_new_tokens": NEW, "capacity": 64, **OPTIONS}
+    with jax.enable_x64(True):
+        state = finish(data.params, lsjax.prefill(data.params, data.prompts[rows], **prompt))
+        out = lsjax.generate(data.params, data.prompts[rows], **prompt)
+        wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), data.params)
+        double = lsjax.generate(wide, data.prompts[rows], **prompt)
+        assert wide.dtype == jnp.float64
+    assert not report_of(data, rows, state, NEW).wrong
+    for found in (out, double):
+        np.testing.assert_array_equal(found.tokens, np.asarray(state.tokens)[:, : WIDTH + NEW])
+        assert found.tokens.dtype == found.stats.accepted.dtype == jnp.int32
+
+
+def test_strict_dtype_promotion_and_leak_checks(data):
+    with jax.numpy_dtype_promotion("strict"), jax.checking_leaks():
+        out = lsjax.generate(data.params, data.prompts[:2], max_new_tokens=3, **OPTIONS)
+    assert out.lengths.tolist() == [WIDTH + 3] * 2

@@ -17,7 +17,7 @@ from lsjax.checks import check_depth, check_int, check_params, is_traced
 from lsjax.config import LlamaConfig, token_ids
 from lsjax.decode.prompts import Prompts, bucket, read_prompts, widen
 from lsjax.decode.round import run_round
-from lsjax.decode.state import DecodeState, Plan, Stats, empty_stats, slack
+from lsjax.decode.state import DecodeState, Plan, Stats, check_usable, empty_stats, slack
 from lsjax.decode.stopping import eos_array
 from lsjax.params import Params
 
@@ -51,8 +51,8 @@ def generate(
     strategy: str | None = None,
     prompt_lengths: Any = None,
     attention_mask: Any = None,
-    eos_token_id: int | Iterable[int] | None = None,
-    pad_token_id: int | None = None,
+    eos_token_id: int | Iterable[int] | jax.Array | None = None,
+    pad_token_id: int | jax.Array | None = None,
     capacity: int | None = None,
 ) -> GenerateOutput:
     """Continues prompts greedily, by default with self-speculative decoding (LayerSkip, arXiv 2404.16710).
@@ -91,13 +91,13 @@ def generate(
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
     eos, pad = _special_ids(params.config, eos_token_id, pad_token_id)
     longest = width if is_traced(prompts.lengths) else int(prompts.lengths.max())
-    eager = not is_traced(params, prompts)
+    eager = not is_traced(params, prompts, eos, pad)
     if capacity is not None:
         held = _check_capacity(capacity, width, longest + max_new_tokens)
     else:
         held = bucket(width + max_new_tokens, _LEAST_CAPACITY) if eager else width + max_new_tokens
     _warn_beyond_trained_length(params.config, longest + max_new_tokens)
-    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held), int(pad)) if eager else prompts.tokens
+    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held)) if eager else prompts.tokens
     found = _generate(params, rows, prompts.lengths, np.int32(max_new_tokens), eos, pad, plan, held)
     return _trim(found, prompts, width + max_new_tokens, pad)
 
@@ -118,11 +118,11 @@ def _generate(
     return GenerateOutput(state.tokens, state.lengths, state.stats)
 
 
-def _trim(found: GenerateOutput, prompts: Prompts, width: int, pad: np.int32) -> GenerateOutput:
+def _trim(found: GenerateOutput, prompts: Prompts, width: int, pad: Any) -> GenerateOutput:
     """Cuts buckets to the caller's shapes: in NumPy where it can, since ``jnp`` would compile each slice."""
     if is_traced(found):
-        spare = found.tokens.shape[1] - width
-        tokens = found.tokens[:, :width] if spare >= 0 else jnp.pad(found.tokens, ((0, 0), (0, -spare)))
+        short = max(width - found.tokens.shape[1], 0)
+        tokens = jnp.pad(found.tokens[:, :width], ((0, 0), (0, short)), constant_values=pad)
         found = found.replace(tokens=tokens)
         return jax.tree.map(lambda x: x[0], found) if prompts.single else found
     found = jax.tree.map(np.asarray, found)
@@ -144,8 +144,8 @@ def prefill(
     strategy: str | None = None,
     prompt_lengths: Any = None,
     attention_mask: Any = None,
-    eos_token_id: int | Iterable[int] | None = None,
-    pad_token_id: int | None = None,
+    eos_token_id: int | Iterable[int] | jax.Array | None = None,
+    pad_token_id: int | jax.Array | None = None,
 ) -> DecodeState:
     """Reads prompts into a decode state for :func:`~lsjax.decode.round.decode_round`, or continues one at an offset.
 
@@ -159,7 +159,7 @@ def prefill(
         state: continue this one: ``tokens`` follow what each row has committed, generated tokens included, and rows
             that were done go on. The old state stays usable, so that a prefix can be shared by many continuations.
             Plan, capacity and special ids stay those of the state.
-        capacity: static; tokens that a row can hold in all. None: the prompt and ``max_new_tokens``.
+        capacity: static; tokens that a row can hold in all. None: enough for the prompt and ``max_new_tokens``.
         exit_layer: static; as in :func:`~lsjax.decode.generate.generate`, like the rest.
         num_speculations: static; None: 4.
         max_new_tokens: rows are done after so many new tokens; None: at the capacity (without one: 128 tokens).
@@ -189,12 +189,12 @@ def prefill(
     new = check_int("max_new_tokens", max_new_tokens, 1) if max_new_tokens is not None else None
     if capacity is None:
         new = _MAX_NEW_TOKENS if new is None else new
-        held = width + new
+        held = bucket(width + new, _LEAST_CAPACITY) if not is_traced(params, prompts) else width + new
     else:
         held = _check_capacity(capacity, width, longest + (1 if new is None else new))
     _warn_beyond_trained_length(params.config, longest if new is None else longest + new)
     limits = np.full(prompts.lengths.shape, held, np.int32) if new is None else prompts.lengths + np.int32(new)
-    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held), int(pad))
+    rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held))
     return _prefill_jit(params, rows, prompts.lengths, limits, eos, pad, plan, held)
 
 
@@ -225,6 +225,7 @@ def _prefill(
         cache=cache,
         stats=empty_stats(batch, plan),
         plan=plan,
+        config=params.config,
     )
 
 
@@ -239,6 +240,7 @@ def _continue(
     prompt_lengths: Any,
     attention_mask: Any,
 ) -> DecodeState:
+    check_usable(params, state)
     more = read_prompts(tokens, prompt_lengths, attention_mask, params.config, least=0)
     batch, width = more.tokens.shape
     if batch != state.tokens.shape[0]:
@@ -246,14 +248,15 @@ def _continue(
     new = None if max_new_tokens is None else check_int("max_new_tokens", max_new_tokens, 1)
     rows = more.tokens
     if not is_traced(state, more):
-        total = np.asarray(state.lengths) + more.lengths
-        longest = int(total.max()) + (new or 1)
+        growing = more.lengths > 0
+        total = (np.asarray(state.lengths) + more.lengths)[growing]
+        longest = int(total.max(initial=0)) + (new or 1) * bool(growing.any())
         if longest > state.capacity:
             raise ValueError(
                 f"capacity: expected at least {longest} tokens (committed, more, and new ones), got {state.capacity}"
             )
         _warn_beyond_trained_length(params.config, longest, callers=2)
-        rows = widen(rows, bucket(width, _LEAST_PROMPT), 0)
+        rows = widen(rows, bucket(width, _LEAST_PROMPT))
     return _continue_jit(params, rows, more.lengths, None if new is None else np.int32(new), state)
 
 
@@ -277,13 +280,14 @@ def _continue_jit(
     limits = jnp.full_like(total, state.capacity)
     if max_new_tokens is not None:
         limits = jnp.minimum(total + max_new_tokens, state.capacity)
+    limits = jnp.where(lengths == 0, state.limits, limits)
     put_at = jnp.where(given & (write_at + 1 < state.capacity), write_at + 1, slots)
     put = jax.vmap(lambda row, values, at: row.at[at].set(values, mode="drop"))
     return state.replace(
         tokens=put(state.tokens, tokens, put_at),
         lengths=total,
         limits=limits,
-        done=(state.done & (lengths == 0)) | (total >= limits),
+        done=jnp.where(lengths == 0, state.done, total >= limits),
         cache=cache,
     )
 
@@ -304,10 +308,16 @@ def make_plan(config: LlamaConfig, exit_layer: int | None, num_speculations: int
     return Plan(depth, depth, 0) if strategy == "early_exit" else Plan(depth, layers, drafts)
 
 
-def _special_ids(config: LlamaConfig, eos_token_id: Any, pad_token_id: Any) -> tuple[np.ndarray, np.int32]:
-    eos = config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
-    pad = config.pad_token_id or 0 if pad_token_id is None else check_int("pad_token_id", pad_token_id, 0)
-    return eos_array(eos), np.int32(pad)
+def _special_ids(config: LlamaConfig, eos_token_id: Any, pad_token_id: Any) -> tuple[Any, Any]:
+    """EOS ids int32 ``[count]`` and the padding's id int32 ``[]``: values that may be traced, unlike their number."""
+    if is_traced(eos_token_id):
+        eos = jnp.atleast_1d(jnp.asarray(eos_token_id)).astype(jnp.int32)
+    else:
+        eos = eos_array(config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id))
+    if is_traced(pad_token_id):
+        return eos, pad_token_id.astype(jnp.int32)
+    (pad,) = token_ids("pad_token_id", [config.pad_token_id or 0 if pad_token_id is None else pad_token_id])
+    return eos, np.int32(pad)
 
 
 def _check_capacity(capacity: Any, width: int, needed: int) -> int:

@@ -16,7 +16,7 @@ from jax import lax
 
 from lsjax.checks import check_depth
 from lsjax.decode.sampling import accept_greedy, greedy
-from lsjax.decode.state import DecodeState, Stats
+from lsjax.decode.state import DecodeState, Stats, check_model, check_usable
 from lsjax.decode.stopping import first_eos
 from lsjax.model.cache import LayerCache
 from lsjax.params import Params
@@ -65,6 +65,7 @@ def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) 
         state: where each row is.
         num_layers: static; the exit layer of this draft, None for the state's own.
     """
+    check_model(params, state)
     depth = state.plan.exit_layer
     if num_layers is not None:
         depth = check_depth("num_layers", num_layers, params.config)
@@ -72,17 +73,17 @@ def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) 
             raise ValueError(f"num_layers: expected at most the state's {state.plan.num_layers} layers, got {depth}")
     batch, width = state.tokens.shape[0], state.plan.num_speculations
     counts = state.draft_counts
-    start = state.lengths - 1
+    start, zero = state.lengths - 1, jnp.int32(0)
 
     def early(token, index, hidden, cache):
         step, cache = params.run_layers(params.embed(token[:, None]), cache, start + index, hi=depth)
-        return step, lax.dynamic_update_slice(hidden, step, (0, index, 0)), cache
+        return step, lax.dynamic_update_slice(hidden, step, (zero, index, zero)), cache
 
     def one(index, carry):
         token, tokens, hidden, cache = carry
         step, hidden, cache = early(token, index, hidden, cache)
         token = greedy(params.logits(step[:, 0]))
-        return token, lax.dynamic_update_slice(tokens, token[:, None], (0, index)), hidden, cache
+        return token, lax.dynamic_update_slice(tokens, token[:, None], (zero, index)), hidden, cache
 
     with jax.named_scope("draft"):
         token, cache = state.last_token, state.cache[:depth]
@@ -91,7 +92,7 @@ def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) 
         steps = jnp.int32(0)
         if width:
             steps = jnp.max(counts)
-            token, tokens, hidden, cache = lax.fori_loop(0, steps, one, (token, tokens, hidden, cache))
+            token, tokens, hidden, cache = lax.fori_loop(zero, steps, one, (token, tokens, hidden, cache))
     with jax.named_scope("last_draft"):
         _, hidden, cache = early(token, steps, hidden, cache)
     return Draft(tokens, counts, hidden, cache, depth)
@@ -130,15 +131,15 @@ def commit(state: DecodeState, drafted: Draft, verification: Verification) -> De
 
 def _count(state: DecodeState, counts: jax.Array, accepted: jax.Array, end: jax.Array, count: jax.Array) -> Stats:
     """The statistics after a round; see :class:`~lsjax.decode.state.Stats` for what counts."""
-    stats, active = state.stats, ~state.done
+    stats, active = state.stats, (~state.done).astype(jnp.int32)
     kept = jnp.minimum(accepted, count)
+    bins = jnp.arange(stats.accept_histogram.shape[1])
     return Stats(
         rounds=stats.rounds + active,
-        drafted=stats.drafted + jnp.where(active, jnp.minimum(counts, end + 1), 0),
+        drafted=stats.drafted + active * jnp.minimum(counts, end + 1),
         accepted=stats.accepted + kept,
         new_tokens=stats.new_tokens + count,
-        accept_histogram=stats.accept_histogram
-        + (active[:, None] & (kept[:, None] == jnp.arange(stats.accept_histogram.shape[1]))),
+        accept_histogram=stats.accept_histogram + active[:, None] * (kept[:, None] == bins).astype(jnp.int32),
     )
 
 
@@ -160,7 +161,11 @@ def decode_round(params: Params, state: DecodeState) -> DecodeState:
 
     Returns:
         the state with 1 to K + 1 more tokens in every active row.
+
+    Raises:
+        ValueError: the state is another model's, or went into a round already.
     """
+    check_usable(params, state)
     return _decode_round(params, state.replace(cache=()), state.cache)
 
 

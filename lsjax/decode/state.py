@@ -8,7 +8,10 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
+from lsjax.checks import check_params, is_traced
+from lsjax.config import LlamaConfig
 from lsjax.model.cache import LayerCache
+from lsjax.params import Params
 
 
 class Plan(NamedTuple):
@@ -71,6 +74,7 @@ class DecodeState(flax.struct.PyTreeNode):
         cache: keys and values of the first ``plan.num_layers`` layers.
         stats: what was done so far.
         plan: static.
+        config: static; the model that this is a state of.
     """
 
     tokens: jax.Array
@@ -82,6 +86,7 @@ class DecodeState(flax.struct.PyTreeNode):
     cache: tuple[LayerCache, ...]
     stats: Stats
     plan: Plan = flax.struct.field(pytree_node=False)
+    config: LlamaConfig = flax.struct.field(pytree_node=False)
 
     @property
     def capacity(self) -> int:
@@ -103,6 +108,25 @@ class DecodeState(flax.struct.PyTreeNode):
     def active(self) -> jax.Array:
         """bool ``[]``: whether any row goes on."""
         return ~jnp.all(self.done)
+
+
+def check_model(params: Params, state: DecodeState) -> None:
+    """That the state is one of this model."""
+    check_params(params)
+    if not isinstance(state, DecodeState):
+        raise TypeError(f"state: expected a DecodeState, as lsjax.prefill makes it, got {type(state).__name__}")
+    found = (state.config, state.cache[0].key.dtype if state.cache else params.dtype)
+    if found != (params.config, params.dtype):
+        raise ValueError(f"state: expected one of this model, {params.config} in {params.dtype}, got one of {found}")
+
+
+def check_usable(params: Params, state: DecodeState) -> None:
+    """:func:`check_model`, and that no round has taken the state's cache."""
+    check_model(params, state)
+    if not is_traced(state) and any(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache)):
+        raise ValueError(
+            "state: its cache went into decode_round, which donates it: use the state that decode_round returned"
+        )
 
 
 def slack(plan: Plan) -> int:

@@ -43,14 +43,14 @@ def write(cache: LayerCache, key: jax.Array, value: jax.Array, where: jax.Array 
 
 
 def _write(old: jax.Array, new: jax.Array, where: jax.Array | int) -> jax.Array:
-    new = new.astype(old.dtype)
-    if jnp.ndim(where) == 1 and new.shape[0] == 1:
-        where = jnp.asarray(where)[0]
-    match jnp.ndim(where):
+    new, where, zero = new.astype(old.dtype), jnp.asarray(where, jnp.int32), jnp.int32(0)  # alike also under x64
+    if where.ndim == 1 and new.shape[0] == 1:
+        where = where[0]
+    match where.ndim:
         case 0:
-            return lax.dynamic_update_slice(old, new, (0, 0, where, 0))
+            return lax.dynamic_update_slice(old, new, (zero, zero, where, zero))
         case 1:
-            return jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (0, start, 0)))(
+            return jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (zero, start, zero)))(
                 old, new, where
             )
         case _:

@@ -1,0 +1,102 @@
+"""Attention in blocks: right at every boundary, and its cost follows the used length."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import CONFIG
+from support import NumpyLlama, random_params
+
+import lsjax
+from lsjax.model import attention
+from lsjax.model.cache import init_cache
+from lsjax.model.llama import Llama
+
+
+def plain(query, key, value, positions):
+    """Softmax attention in float64, all keys at once."""
+    group = query.shape[2] // key.shape[1]
+    key, value = (np.repeat(np.asarray(x, np.float64), group, axis=1) for x in (key, value))
+    scores = np.einsum("bqhd,bhkd->bhqk", np.asarray(query, np.float64), key) / np.sqrt(query.shape[-1])
+    visible = np.arange(key.shape[2]) <= positions[:, None, :, None]
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhqk,bhkd->bqhd", weights, value).reshape(*query.shape[:2], -1)
+
+
+@pytest.mark.parametrize("slots", [7, 256, 300, 513])
+def test_attention_equals_the_definition(slots):
+    """Few and many queries, starts that differ by row, capacities that blocks do not divide, garbage past the end."""
+    rng = np.random.default_rng(slots)
+    for length in {1, 5, slots}:
+        starts = rng.integers(0, slots - length + 1, 3) if length < slots else np.zeros(3, int)
+        positions = starts[:, None] + np.arange(length)
+        query = rng.normal(size=(3, length, 4, 8)).astype(np.float32)
+        key, value = rng.normal(size=(2, 3, 2, slots, 8)).astype(np.float32)
+        unused = np.arange(slots) > positions.max(axis=1)[:, None]
+        key[np.broadcast_to(unused[:, None], key.shape[:3])] = 1e4
+        found = attention.attend(query, key, value, jnp.asarray(positions), jnp.max(positions) + 1)
+        np.testing.assert_allclose(found, plain(query, key, value, positions), rtol=1e-5, atol=1e-5)
+
+
+def blocks_read(monkeypatch, slots: int, length: int, start: int) -> int:
+    """Blocks of keys that one call reads, counted at run time."""
+    counts = collections.Counter()
+    product = attention._batched_dot
+
+    def counted(*args, **kwargs):
+        jax.debug.callback(lambda: counts.update(["products"]))
+        return product(*args, **kwargs)
+
+    monkeypatch.setattr(attention, "_batched_dot", counted)
+    positions = start + jnp.arange(length)[None]
+    key = jnp.ones((1, 2, slots, 8))
+    jax.block_until_ready(attention.attend(jnp.ones((1, length, 4, 8)), key, key, positions, jnp.max(positions) + 1))
+    jax.effects_barrier()
+    monkeypatch.undo()
+    assert counts["products"] % 2 == 0  # scores and mixture
+    return counts["products"] // 2
+
+
+def test_the_cost_follows_the_used_length(monkeypatch):
+    for slots in (512, 8192):
+        assert blocks_read(monkeypatch, slots, 1, 9) == 1
+        assert blocks_read(monkeypatch, slots, 1, 255) == 1
+        assert blocks_read(monkeypatch, slots, 5, 254) == 2
+    assert blocks_read(monkeypatch, 8192, 1, 2000) == 8
+    # A long prompt: its first 256 queries read one block, the next two, the last three.
+    assert blocks_read(monkeypatch, 8192, 700, 0) == 1 + 2 + 3
+
+
+@pytest.mark.parametrize("width", [250, 256, 257])
+def test_decoding_across_a_block_boundary(width):
+    params = random_params(CONFIG, seed=3, deep_from=1, deep_scale=0.1)
+    prompt = np.random.default_rng(width).integers(0, CONFIG.vocab_size, (1, width))
+    expected, margins = NumpyLlama(params).generate(prompt, np.array([width]), 12)
+    assert margins.min() > 1e-4
+    options = {"max_new_tokens": 12, "eos_token_id": (), "capacity": 600}
+    for program in ({}, {"exit_layer": 2, "num_speculations": 3}):
+        with pytest.warns(UserWarning, match="max_position_embeddings=256"):
+            out = lsjax.generate(params, prompt, **program, **options)
+        np.testing.assert_array_equal(out.tokens, expected)
+
+
+def test_norms_in_float32_beside_bfloat16_weights_do_not_widen_the_stream():
+    params = random_params(CONFIG, seed=0)
+    low = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim == 2 else leaf, params)
+    assert low.tree["norm"]["scale"].dtype == jnp.float32
+    model, tokens = Llama(CONFIG), jnp.arange(6)[None]
+    cache = init_cache(CONFIG, 1, 8, 4, jnp.bfloat16)
+    variables = {"params": low.tree}
+    hidden: jax.Array = model.apply(variables, tokens, method="embed")  # pyright: ignore[reportAssignmentType]
+    assert hidden.dtype == jnp.bfloat16
+    for layer in range(4):
+        hidden, _ = model.apply(variables, hidden, cache[:1], 0, lo=layer, hi=layer + 1, method="run_layers")
+        assert hidden.dtype == jnp.bfloat16
+    options = {"max_new_tokens": 20, "eos_token_id": ()}
+    plainly = lsjax.generate(low, tokens, **options)
+    drafted = lsjax.generate(low, tokens, exit_layer=2, **options)
+    np.testing.assert_array_equal(plainly.tokens, drafted.tokens)
