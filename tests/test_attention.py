@@ -38,7 +38,7 @@ def test_attention_equals_the_definition(slots):
         key, value = rng.normal(size=(2, 3, 2, slots, 8)).astype(np.float32)
         unused = np.arange(slots) > positions.max(axis=1)[:, None]
         key[np.broadcast_to(unused[:, None], key.shape[:3])] = 1e4
-        found = attention.attend(query, key, value, jnp.asarray(positions), jnp.max(positions) + 1)
+        found = attention.attend(jnp.asarray(query), key, value, jnp.asarray(positions), jnp.max(positions) + 1)
         np.testing.assert_allclose(found, plain(query, key, value, positions), rtol=1e-5, atol=1e-5)
 
 
