@@ -321,14 +321,19 @@ def test_params_refuse_a_tree_that_does_not_fit(params):
     tree["layers_0"]["mlp"]["up_proj"]["kernel"] = jnp.zeros((64, 3))
     tree["layers_1"]["mlp"]["extra"] = jnp.zeros(2)
     tree["layers_2"]["input_layernorm"]["scale"] = jnp.zeros(64, jnp.int32)
+    tree["layers_2"]["post_attention_layernorm"]["scale"] = jnp.zeros(64, jnp.float8_e4m3fn)
     with pytest.raises(ValueError, match="do not fit") as error:
         lsjax.Params(CONFIG, tree)
     lines = str(error.value).splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 6
+    assert any("layers_2/post_attention_layernorm/scale: expected" in line and "float8" in line for line in lines)
     assert any("missing: norm/scale (64,)" in line for line in lines)
     assert any("layers_0/mlp/up_proj/kernel: expected the shape (64, 112), got (64, 3)" in line for line in lines)
     assert any("unexpected: layers_1/mlp/extra" in line for line in lines)
-    assert any("layers_2/input_layernorm/scale: expected floating-point numbers, got int32" in line for line in lines)
+    assert any(
+        "layers_2/input_layernorm/scale: expected floating-point numbers of at least 16 bits, got int32" in line
+        for line in lines
+    )
 
 
 def test_params_take_any_mapping_and_keep_plain_dictionaries(params):
