@@ -234,3 +234,33 @@ def test_token_ids():
     for wrong in (-1, "3", [1, -2], 1.5, True, [[1]]):
         with pytest.raises(ValueError, match="x: expected token ids of at least 0, got"):
             token_ids("x", wrong)
+
+
+def test_code_llama_34b_loads():
+    """Its config.json as published, and the number of parameters that follows from the sizes by hand."""
+    published = {
+        "architectures": ["LlamaForCausalLM"],
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "hidden_act": "silu",
+        "hidden_size": 8192,
+        "initializer_range": 0.02,
+        "intermediate_size": 22016,
+        "max_position_embeddings": 16384,
+        "model_type": "llama",
+        "num_attention_heads": 64,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
+        "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": 32000,
+    }
+    config = lsjax.LlamaConfig.from_dict(published)
+    assert (config.rope_theta, config.rope_scaling, config.head_dim) == (1e6, None, 128)
+    layer = 2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 22016 + 2 * 8192
+    assert lsjax.Params.abstract(config).num_parameters == 48 * layer + 2 * 32000 * 8192 + 8192 == 33_743_970_304
