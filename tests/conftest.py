@@ -2,6 +2,24 @@
 
 import os
 
+import pytest
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A random model of two layers."""
+    from checkpoints import random_model
+
+    return random_model(3, num_hidden_layers=2, num_key_value_heads=2)
+
+
+@pytest.fixture
+def checkpoint(small, tmp_path):
+    """A directory that loads, and its tensors."""
+    from checkpoints import write_plain
+
+    return tmp_path / "model", write_plain(tmp_path / "model", small)

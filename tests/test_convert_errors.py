@@ -13,17 +13,6 @@ from lsjax.convert.names import HUGGINGFACE
 from lsjax.io import load
 
 
-@pytest.fixture(scope="module")
-def small():
-    return random_model(3, num_hidden_layers=2, num_key_value_heads=2)
-
-
-@pytest.fixture
-def checkpoint(small, tmp_path):
-    """A directory that loads, and its tensors."""
-    return tmp_path / "model", write_plain(tmp_path / "model", small)
-
-
 def test_one_error_names_everything_that_is_wrong(checkpoint):
     directory, tensors = checkpoint
     layer = "model.layers.1."

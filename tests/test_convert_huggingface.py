@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import SMALL, assert_same_arrays, model_config, random_model, write_plain
+from checkpoints import SMALL, assert_same_arrays, model_config, random_model
 from safetensors.numpy import save_file
 from support import LLAMA3_ROPE, transformers_model
 
@@ -28,17 +28,6 @@ VARIANTS = {
     "linear rope": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "rope_theta": 500.0},
 }
 TOKENS = np.random.default_rng(1).integers(0, SMALL["vocab_size"], (2, 64))
-
-
-@pytest.fixture(scope="module")
-def small():
-    return random_model(3, num_hidden_layers=2, num_key_value_heads=2)
-
-
-@pytest.fixture
-def checkpoint(small, tmp_path):
-    """A directory that loads, and its tensors."""
-    return tmp_path / "model", write_plain(tmp_path / "model", small)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

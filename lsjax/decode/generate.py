@@ -87,10 +87,9 @@ def generate(
     check_params(params)
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
-    width = prompts.tokens.shape[1]
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
     eos, pad = _special_ids(params.config, eos_token_id, pad_token_id)
-    longest = width if is_traced(prompts.lengths) else int(prompts.lengths.max())
+    width, longest = prompts.width, prompts.longest
     eager = not is_traced(params, prompts, eos, pad)
     if capacity is not None:
         held = _check_capacity(capacity, width, longest + max_new_tokens)
@@ -120,16 +119,14 @@ def _generate(
 
 def _trim(found: GenerateOutput, prompts: Prompts, width: int, pad: Any) -> GenerateOutput:
     """Cuts buckets to the caller's shapes: in NumPy where it can, since ``jnp`` would compile each slice."""
-    if is_traced(found):
-        short = max(width - found.tokens.shape[1], 0)
-        tokens = jnp.pad(found.tokens[:, :width], ((0, 0), (0, short)), constant_values=pad)
-        found = found.replace(tokens=tokens)
-        return jax.tree.map(lambda x: x[0], found) if prompts.single else found
-    found = jax.tree.map(np.asarray, found)
+    traced = is_traced(found)
+    xp: Any = jnp if traced else np
+    found = found if traced else jax.tree.map(np.asarray, found)
     tokens = found.tokens[:, :width]
-    found = found.replace(tokens=np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=int(pad)))
+    tokens = xp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])), constant_values=pad)
+    found = found.replace(tokens=tokens)
     found = jax.tree.map(lambda x: x[0], found) if prompts.single else found
-    return jax.device_put(found)
+    return found if traced else jax.device_put(found)
 
 
 def prefill(
@@ -172,7 +169,6 @@ def prefill(
     Raises:
         ValueError: says what was expected and what came.
     """
-    check_params(params)
     if state is not None:
         options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id)
         if any(option is not None for option in options):
@@ -180,11 +176,11 @@ def prefill(
                 "a state that is continued keeps its options: give tokens, lengths and max_new_tokens only"
             )
         return _continue(params, tokens, state, max_new_tokens, prompt_lengths, attention_mask)
+    check_params(params)
     num_speculations = _NUM_SPECULATIONS if num_speculations is None else num_speculations
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
-    width = prompts.tokens.shape[1]
-    longest = width if is_traced(prompts.lengths) else int(prompts.lengths.max())
+    width, longest = prompts.width, prompts.longest
     eos, pad = _special_ids(params.config, eos_token_id, pad_token_id)
     new = check_int("max_new_tokens", max_new_tokens, 1) if max_new_tokens is not None else None
     if capacity is None:

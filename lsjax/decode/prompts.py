@@ -24,6 +24,16 @@ class Prompts(NamedTuple):
     lengths: Any
     single: bool
 
+    @property
+    def width(self) -> int:
+        """Tokens of the widest row there could be."""
+        return self.tokens.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row, or the width where lengths are traced."""
+        return self.width if is_traced(self.lengths) else int(self.lengths.max())
+
 
 def read_prompts(
     tokens: Any, prompt_lengths: Any, attention_mask: Any, config: LlamaConfig, *, least: int = 1
