@@ -29,11 +29,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module")
-def small():
-    return random_model(3, num_hidden_layers=2, num_key_value_heads=2)
-
-
 def listing(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 

@@ -19,11 +19,6 @@ from lsjax.text.tokenizer import load_tokenizer
 SHA = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture(scope="module")
-def small():
-    return random_model(3, num_hidden_layers=2, num_key_value_heads=2)
-
-
 @pytest.fixture
 def hub_cache(small, tmp_path, monkeypatch):
     """A cache that holds ``some/model``; the hub itself is out of reach."""
