@@ -52,9 +52,9 @@ def describe(path: Path) -> Checkpoint:
     metadata = _metadata(reader, path)
     listing = _list_tensors(reader, path)
     try:
-        return Checkpoint(path, "gguf", GGUF, listing, _config(metadata, listing, path))
+        return Checkpoint(path, "gguf", GGUF, listing, _config(metadata, listing, path), entries=metadata)
     except CheckpointError as error:
-        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems)
+        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems, metadata)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -136,6 +136,8 @@ def _list_tensors(reader: Any, path: Path) -> Listing:
                 dtype_of(tensor.tensor_type),
                 path.name,
                 functools.partial(read, tensor),
+                int(tensor.n_bytes),
+                tensor.tensor_type.name,
             )
             for tensor in reader.tensors
         )
