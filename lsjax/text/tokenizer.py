@@ -11,7 +11,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from lsjax.convert import gguf
 from lsjax.convert.checkpoint import CheckpointError
-from lsjax.sources import TOKENIZER_FILES, VOCABULARY_FILES, locate
+from lsjax.convert.huggingface import VOCABULARY_FILES
+from lsjax.sources import TOKENIZER_FILES, locate
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerFast
