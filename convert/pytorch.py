@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def _read_header(torch: Any, load_whole: Any, path: Path) -> tuple[list[Stored],
         return [], [f"absent: {path.name}"]
     try:
         records = _records(path)
-        state = torch.load(path, map_location="meta", weights_only=True, mmap=records is not None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # other than torch's own; read or refused
+            state = torch.load(path, map_location="meta", weights_only=True, mmap=records is not None)
     except OSError as error:
         return [], [f"unreadable: {path.name}: {error}"]
     except Exception as error:  # torch raises whatever it meets in a damaged file
