@@ -136,5 +136,6 @@ def _reason(error: Exception) -> str:
     forbidden = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
     if forbidden:
         return f"its pickle wants to call {forbidden[1]}, which could run code; only tensors are read"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = str(error).split("WeightsUnpickler error:")[-1]
+    lines = [line.strip() for line in told.splitlines() if line.strip() and "weights_only" not in line]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
