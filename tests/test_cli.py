@@ -110,7 +110,7 @@ assert not {{"jax", "numpy", "transformers"}} & set(sys.modules), "imported too 
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert "lsjax generate" in result.stdout + result.stderr or "generate" in result.stdout
+    assert (f"lsjax {arguments[0]}" if len(arguments) > 1 else "generate") in result.stdout + result.stderr
 
 
 def test_version_as_a_module():
