@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from lsjax.config import LlamaConfig, RopeScaling
-from lsjax.convert.assemble import CheckpointError, Listing, Stored, assemble
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored, read_array
 from lsjax.convert.names import GGUF
-from lsjax.params import Params
 
 # Metadata under "llama." that `_config` reads ...
 _USED = {
@@ -41,23 +40,21 @@ _HARMLESS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "
 _OFF = {"expert_count", "expert_used_count", "attention.sliding_window"}  # harmless when 0
 
 
-def load(path: Path, dtype: Any = None, progress: bool | None = None) -> Params:
-    """The Llama in a GGUF file.
-
-    Args:
-        path: the file.
-        dtype: a floating dtype for all weights; None: float32, whatever the file stores.
-        progress: whether to show a bar; None: on a terminal.
+def describe(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file; its tensors read as float32, whatever the file stores.
 
     Raises:
-        CheckpointError: not a whole GGUF file; another architecture; an entry of the metadata that lsjax does not
-            compute, by name; or tensors that are missing or do not fit.
+        CheckpointError: not a whole GGUF file. Another architecture, and entries of the metadata that lsjax does not
+            compute, are among the checkpoint's problems, by name.
         ImportError: the ``gguf`` package is not installed.
     """
     reader = _open(path)
     metadata = _metadata(reader, path)
     listing = _list_tensors(reader, path)
-    return assemble(path, _config(metadata, listing, path), listing, GGUF, dtype, progress)
+    try:
+        return Checkpoint(path, "gguf", GGUF, listing, _config(metadata, listing, path), entries=metadata)
+    except CheckpointError as error:
+        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems, metadata)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -117,7 +114,9 @@ def _list_tensors(reader: Any, path: Path) -> Listing:
     import gguf
 
     def read(tensor: Any) -> np.ndarray:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        # Not from the reader's memory map, whose pages would stay in memory.
+        data = read_array(path, int(tensor.data_offset), tensor.data.shape, tensor.data.dtype)
+        values = gguf.dequantize(data, tensor.tensor_type)
         return values.astype(np.float32, copy=False).reshape(tensor.shape.tolist()[::-1])
 
     @functools.cache
@@ -137,6 +136,8 @@ def _list_tensors(reader: Any, path: Path) -> Listing:
                 dtype_of(tensor.tensor_type),
                 path.name,
                 functools.partial(read, tensor),
+                int(tensor.n_bytes),
+                tensor.tensor_type.name,
             )
             for tensor in reader.tensors
         )

@@ -5,29 +5,35 @@ from __future__ import annotations
 import collections
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from lsjax.convert.assemble import CheckpointError, Listing, Stored
+from lsjax.convert.checkpoint import DTYPES, CheckpointError, Listing, Stored, read_array
+
+ReadHeader = Callable[[Path], tuple[list[Stored], list[str]]]  # the tensors of a file, and what is wrong with it
 
 
-def list_tensors(directory: Path, stem: str) -> Listing:
-    """What ``{stem}.safetensors`` holds, or the shards that ``{stem}.safetensors.index.json`` names.
+def list_tensors(directory: Path, weights: str, read_header: ReadHeader | None = None) -> Listing:
+    """What the file ``weights`` holds, or where ``{weights}.index.json`` is, the shards that it names.
 
-    A single file wins over an index beside it, as in transformers. No data is read; problems are listed, not raised.
+    The index decides, so a single file beside it counts only if the index names it. No data is read; problems are
+    listed, not raised.
     """
-    single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
-    if single.is_file() or not index.is_file():
-        found, problems = _read_header(single)
+    single, index = directory / weights, directory / f"{weights}.index.json"
+    read_header = read_header or read_safetensors_header
+    if not index.is_file():
+        found, problems = read_header(single)
         return Listing(tuple(found), tuple(problems))
     placed, problems = _read_index(index)
     tensors: list[Stored] = []
     lost: set[str] = set()
     for shard in sorted(set(placed.values())):
         names = {name for name, where in placed.items() if where == shard}
-        found, trouble = _read_header(directory / shard)
+        found, trouble = read_header(directory / shard)
         held = {tensor.name for tensor in found}
         if found:
             trouble += [f"missing: {name}, which {index.name} places in {shard}" for name in sorted(names - held)]
@@ -55,20 +61,24 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
     return {name: shard for name, shard in placed.items() if name not in outside}, problems
 
 
-def _read_header(path: Path) -> tuple[list[Stored], list[str]]:
+def read_safetensors_header(path: Path) -> tuple[list[Stored], list[str]]:
     """The tensors of one file, and what is wrong with it; safetensors checks that offsets and sizes fit the file."""
     if not path.is_file():
         return [], [f"absent: {path.name}"]
     try:
-        # The file stays mapped as long as one of its tensors may be read.
-        file = safe_open(path, framework="numpy")
-        found = []
-        for name in list(file.keys()):
-            header = file.get_slice(name)
-            read = functools.partial(file.get_tensor, name)
-            found.append(Stored(name, tuple(header.get_shape()), header.get_dtype(), path.name, read))
+        with safe_open(path, framework="numpy"):
+            pass  # checked; but what it reads stays in memory with the mapped file, so tensors are read by offset
         with path.open("rb") as raw:
-            _, repeated = _parse(raw.read(int.from_bytes(raw.read(8), "little")))
+            size = int.from_bytes(raw.read(8), "little")
+            header, repeated = _parse(raw.read(size))
+        header.pop("__metadata__", None)
+        found = []
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            offset = 8 + size + entry["data_offsets"][0]
+            read = functools.partial(read_array, path, offset, shape, DTYPES.get(dtype, np.dtype(np.uint8)))
+            size_in_file = entry["data_offsets"][1] - entry["data_offsets"][0]
+            found.append(Stored(name, shape, dtype, path.name, read, size_in_file))
     except (SafetensorError, OSError, ValueError) as error:
         return [], [f"truncated or altered: {path.name} ({path.stat().st_size:,} bytes): {error}"]
     if not found:

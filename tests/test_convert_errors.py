@@ -2,13 +2,15 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import assert_same_arrays, model_config, random_model, write_config, write_plain, write_shards
 from safetensors.numpy import load_file, save_file
 
-from lsjax.convert.assemble import CheckpointError, Listing, Stored, assemble
+from lsjax.convert.assemble import assemble
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored
 from lsjax.convert.names import HUGGINGFACE
 from lsjax.io import load
 
@@ -154,7 +156,7 @@ def test_a_name_that_stands_twice_in_a_header_is_named(checkpoint):
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "model_type: expected 'llama', got 'mistral'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta is given twice and differs"),
     ],
@@ -177,10 +179,10 @@ def test_a_config_that_is_no_json_object_is_refused(name, content, checkpoint):
 
 def test_a_directory_without_config_or_weights_says_so(checkpoint):
     directory, _ = checkpoint
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors.*found config\.json, pytorch_model\.bin"):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.pt")
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors.*found config\.json, pytorch_model\.pt"):
         load(directory)
-    (directory / "pytorch_model.bin").rename(directory / "model.safetensors")
+    (directory / "pytorch_model.pt").rename(directory / "model.safetensors")
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"absent: config\.json"):
         load(directory)
@@ -221,8 +223,9 @@ def test_no_data_is_read_when_a_header_is_wrong():
         raise AssertionError
 
     config = model_config(num_hidden_layers=1)
+    listing = Listing((Stored("model.norm.weight", (48,), "F32", "f", read),))
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight \[131, 48\]"):
-        assemble("x", config, Listing((Stored("model.norm.weight", (48,), "F32", "f", read),)), HUGGINGFACE)
+        assemble(Checkpoint(Path("x"), "safetensors", HUGGINGFACE, listing, config))
 
 
 def test_damaged_files_are_refused_or_load(checkpoint):

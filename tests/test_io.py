@@ -7,14 +7,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import assert_same_arrays, model_config, random_model, write_plain
+from checkpoints import assert_same_arrays, model_config, random_model, write_plain, write_shards
 from support import LLAMA3_ROPE
 
 import lsjax
 from lsjax.convert import flax
-from lsjax.convert.assemble import CheckpointError
-from lsjax.io import load, locate, save
+from lsjax.convert.checkpoint import CheckpointError
+from lsjax.io import is_written, load, save
 from lsjax.params import abstract_tree
+from lsjax.sources import locate
 
 CONFIGS = {
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 2, "eos_token_id": (), "bos_token_id": None},
@@ -66,7 +67,7 @@ def test_large_models_are_saved_in_shards(small, tmp_path):
     assert len(files) > 2
     assert max(path.stat().st_size for path in files) < 45_000
     assert_same_arrays(load(tmp_path), small)
-    assert flax.is_written(tmp_path)
+    assert is_written(tmp_path)
     next(iter(files)).unlink()
     with pytest.raises(CheckpointError, match=r"absent: params-0000"):
         load(tmp_path)
@@ -105,7 +106,7 @@ def test_save_replaces_what_it_wrote_and_nothing_else(small, tmp_path):
     assert listing(tmp_path) == ["model", "theirs"]
 
 
-@pytest.mark.parametrize("where", ["write_config", "save_file"])
+@pytest.mark.parametrize("where", ["write_config", "write_weights"])
 def test_a_save_that_fails_leaves_what_was_there(where, small, tmp_path, monkeypatch):
     save(small, tmp_path / "model")
 
@@ -130,10 +131,28 @@ def test_save_refuses_what_has_no_numbers(small, tmp_path):
     assert listing(tmp_path) == []
 
 
+def test_an_index_decides_which_files_hold_the_model(small, tmp_path):
+    tensors = write_plain(tmp_path, small)
+    single = tmp_path / "model.safetensors"
+    stale = single.read_bytes()[:-1]
+    parts = write_shards(tmp_path, tensors)
+    single.write_bytes(stale)  # beside the index, which does not name it
+    assert_same_arrays(load(tmp_path), small)
+    (tmp_path / next(iter(parts))).unlink()
+    with pytest.raises(CheckpointError, match=r"absent: model-00001-of-00003\.safetensors"):
+        load(tmp_path)
+    write_plain(tmp_path, small)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert_same_arrays(load(tmp_path), small)
+    index.unlink()
+    assert_same_arrays(load(tmp_path), small)
+
+
 def test_two_checkpoints_in_one_directory_are_refused(small, tmp_path):
     save(small, tmp_path)
     write_plain(tmp_path, small)
-    with pytest.raises(CheckpointError, match=r"got two: model\.safetensors and params\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"got 2: model\.safetensors and params\.safetensors"):
         load(tmp_path)
 
 

@@ -15,13 +15,13 @@ from jax import lax
 from lsjax.checks import check_int, check_params, is_traced
 from lsjax.decode.folding import fold_rows
 from lsjax.decode.prefill import start
-from lsjax.decode.prompts import bucket, read_prompts
+from lsjax.decode.prompts import read_prompts
 from lsjax.decode.request import (
-    LEAST_CAPACITY,
     MAX_NEW_TOKENS,
     NUM_SPECULATIONS,
     Request,
     check_capacity,
+    choose_capacity,
     make_plan,
     make_request,
     warn_beyond_trained_length,
@@ -79,7 +79,8 @@ def generate(
         attention_mask: ``[batch, length]`` of 0 and 1, prompts padded on the left or right, instead.
         eos_token_id: one id or several that end a row; None: the checkpoint's; ``()``: never stop.
         pad_token_id: fills up rows; None: the checkpoint's, or 0.
-        capacity: static; tokens that the cache holds a row. None: chosen to fit.
+        capacity: static; tokens that the cache holds a row. None: chosen to fit. Under longrope it is also what
+            texts may come to, and so decides between short and long factors (None: prompt, padding and new tokens).
 
     Raises:
         ValueError: says what was expected and what came.
@@ -99,7 +100,7 @@ def generate(
     if capacity is not None:
         held = check_capacity(capacity, width, longest + max_new_tokens)
     else:
-        held = bucket(width + max_new_tokens, LEAST_CAPACITY) if eager else width + max_new_tokens
+        held = choose_capacity(params.config, prompts, max_new_tokens, eager)
     warn_beyond_trained_length(params.config, longest + max_new_tokens)
     if eager:
         request = request.to_bucket(held).place_like(tokens)

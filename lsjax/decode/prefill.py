@@ -12,13 +12,13 @@ import numpy as np
 
 from lsjax.checks import check_int, check_params, is_traced
 from lsjax.decode.folding import fold_rows
-from lsjax.decode.prompts import bucket, read_prompts, to_bucket
+from lsjax.decode.prompts import read_prompts, to_bucket
 from lsjax.decode.request import (
-    LEAST_CAPACITY,
     MAX_NEW_TOKENS,
     NUM_SPECULATIONS,
     Request,
     check_capacity,
+    choose_capacity,
     make_plan,
     make_request,
     warn_beyond_trained_length,
@@ -55,6 +55,7 @@ def prefill(
             that were done go on. The old state stays usable, so that a prefix can be shared by many continuations.
             Plan, capacity and special ids stay those of the state.
         capacity: static; tokens that a row can hold in all. None: enough for the prompt and ``max_new_tokens``.
+            Under longrope it decides between short and long factors, as of ``generate``.
         exit_layer: static; as in :func:`~lsjax.decode.generate.generate`, like the rest.
         num_speculations: static; None: 4.
         max_new_tokens: rows are done after so many new tokens; None: at the capacity (without one: 128 tokens).
@@ -83,7 +84,7 @@ def prefill(
     eager = not is_traced(params, prompts)
     if capacity is None:
         new = MAX_NEW_TOKENS if new is None else new
-        held = bucket(width + new, LEAST_CAPACITY) if eager else width + new
+        held = choose_capacity(params.config, prompts, new, eager)
     else:
         held = check_capacity(capacity, width, longest + (1 if new is None else new))
     warn_beyond_trained_length(params.config, longest if new is None else longest + new)
@@ -102,7 +103,8 @@ def start(params: Params, request: Request, plan: Plan, capacity: int) -> Decode
     cache = params.init_cache(batch, slots, plan.num_layers)
     with jax.named_scope("prefill"):
         if width > 1:
-            _, cache = params.run_layers(params.embed(request.tokens[:, :-1]), cache, 0, hi=plan.num_layers)
+            hidden = params.embed(request.tokens[:, :-1])
+            _, cache = params.run_layers(hidden, cache, 0, hi=plan.num_layers, capacity=capacity)
     given = jnp.arange(width) < request.lengths[:, None]
     pad = request.pad[:, None]
     padding = jnp.broadcast_to(pad, (batch, slots - width))
@@ -165,7 +167,12 @@ def _append(params: Params, rows: tuple[jax.Array, jax.Array, jax.Array | None, 
     write_at = jnp.where(given, start[:, None] + column, slots)
     with jax.named_scope("prefill"):
         _, cache = params.run_layers(
-            params.embed(unread), state.cache, start, hi=state.plan.num_layers, write_at=write_at
+            params.embed(unread),
+            state.cache,
+            start,
+            hi=state.plan.num_layers,
+            write_at=write_at,
+            capacity=state.capacity,
         )
     total = jnp.minimum(state.lengths + lengths, state.capacity)
     limits = jnp.full_like(total, state.capacity)

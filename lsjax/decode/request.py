@@ -12,14 +12,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from lsjax.checks import check_depth, check_int, is_traced
 from lsjax.config import LlamaConfig, token_ids
-from lsjax.decode.prompts import Prompts, to_bucket
+from lsjax.decode.prompts import Prompts, bucket, to_bucket
 from lsjax.decode.state import Plan
 from lsjax.decode.stopping import eos_array
 
 STRATEGIES = ("self_speculative", "early_exit", "autoregressive")
 MAX_NEW_TOKENS = 128
 NUM_SPECULATIONS = 4
-LEAST_CAPACITY = 64  # the smallest bucket of eager calls
+_LEAST_CAPACITY = 64  # the smallest bucket of eager calls
 
 
 class Request(NamedTuple):
@@ -85,6 +85,26 @@ def make_plan(config: LlamaConfig, exit_layer: int | None, num_speculations: int
     return Plan(depth, depth, 0) if strategy == "early_exit" else Plan(depth, layers, drafts)
 
 
+def choose_capacity(config: LlamaConfig, prompts: Prompts, new: int, eager: bool) -> int:
+    """Enough for ``new`` tokens a row, in few sizes where eager; a size by itself never makes a short text a long one.
+
+    longrope turns texts that may come to more than its original length by other factors. A row must be what it is
+    alone, so rows on both sides of that length are refused (traced lengths are not seen: there the width decides).
+    """
+    needed = prompts.width + new
+    held = bucket(needed, _LEAST_CAPACITY) if eager else needed
+    boundary = config.short_length
+    if boundary is None or prompts.shortest + new > boundary:
+        return held
+    if needed > boundary:
+        raise ValueError(
+            f"tokens: rows that may come to {prompts.shortest + new} and to {needed} tokens (prompt, padding and new "
+            f"ones) lie on both sides of longrope's original_max_position_embeddings={boundary}, where the rotation "
+            f"changes: generate them apart, or give capacity= (above {boundary}: the long factors for every row)"
+        )
+    return min(held, boundary)
+
+
 def check_capacity(capacity: Any, width: int, needed: int) -> int:
     """A given capacity, which must hold the prompts' width and the tokens that are needed."""
     capacity = check_int("capacity", capacity, 1)
@@ -97,9 +117,11 @@ def check_capacity(capacity: Any, width: int, needed: int) -> int:
 
 def warn_beyond_trained_length(config: LlamaConfig, length: int, callers: int = 1) -> None:
     """A warning that points at the user's own line, ``callers`` functions of this module up."""
-    if length > config.max_position_embeddings:
+    if length > config.trained_length:
+        dynamic = config.trained_length > config.max_position_embeddings
         warnings.warn(
             f"{length} tokens (prompt and new ones) exceed the length that the model was trained for, "
-            f"max_position_embeddings={config.max_position_embeddings}: expect worse text past it",
+            f"max_position_embeddings={config.max_position_embeddings}"
+            f"{' times the factor of its dynamic scaling' if dynamic else ''}: expect worse text past it",
             stacklevel=2 + callers,
         )
