@@ -10,6 +10,8 @@ import numpy as np
 from lsjax.checks import as_array, check_vocabulary, is_traced, read_tokens
 from lsjax.config import LlamaConfig
 
+LEAST_WIDTH = 16  # the smallest bucket
+
 
 class Prompts(NamedTuple):
     """A batch of prompts.
@@ -33,6 +35,11 @@ class Prompts(NamedTuple):
     def longest(self) -> int:
         """Tokens of the longest row, or the width where lengths are traced."""
         return self.width if is_traced(self.lengths) else int(self.lengths.max())
+
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row, or the width where lengths are traced."""
+        return self.width if is_traced(self.lengths) else int(self.lengths.min())
 
 
 def read_prompts(
@@ -81,11 +88,13 @@ def bucket(size: int, least: int) -> int:
     return least
 
 
-def widen(tokens: Any, width: int) -> Any:
-    """Rows padded on the right to ``width``; only concrete rows, in NumPy, since it saves compilations there alone."""
-    if is_traced(tokens) or tokens.shape[1] >= width:
+def to_bucket(tokens: Any, most: int | None = None) -> Any:
+    """Rows padded on the right to one of few widths, at most ``most``; concrete rows alone, in NumPy."""
+    if is_traced(tokens):
         return tokens
-    return np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    width = bucket(tokens.shape[1], LEAST_WIDTH)
+    width = width if most is None else min(width, most)
+    return np.pad(tokens, ((0, 0), (0, max(width - tokens.shape[1], 0))))
 
 
 def _align(rows: Any, mask: Any) -> tuple[Any, Any]:
