@@ -10,7 +10,10 @@ from collections.abc import Sequence
 
 from lsjax.cli.parser import Parser, UsageError
 
-COMMANDS = {"generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two"}
+COMMANDS = {
+    "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
+    "parity": "compare a checkpoint's modules, logits and greedy text with transformers' in torch",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,17 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def positive(text: str) -> float:
+    """The type of an argument that is a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
 
 
 def prompt_text(text: str) -> str:
