@@ -58,8 +58,8 @@ def make_parser() -> Parser:
         "--tolerance",
         type=positive,
         metavar="X",
-        help="the largest relative error of modules and logits, in standard deviations of what torch gives (default: "
-        "1e-5 for modules, 1e-4 for logits); texts may only part at a tie, whatever X is",
+        help="the largest relative error of modules and logits (default: 1e-4), relative to the number's own size "
+        "plus the standard deviation of what torch gives; texts may only part at a tie, whatever X is",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser

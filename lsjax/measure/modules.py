@@ -48,20 +48,24 @@ _NAMES = {"": "whole layer"}
 _ORDER = ("embed_tokens", "rotary cos", "rotary sin", *LAYER_PARTS, "norm", "lm_head")
 
 
-def compare_modules(params: Params, reference: Reference, tokens: np.ndarray, tolerance: float) -> list[ParityRow]:
+def compare_modules(
+    params: Params, reference: Reference, tokens: np.ndarray, valid: np.ndarray, tolerance: float
+) -> list[ParityRow]:
     """One row for each kind of module: the largest relative error over the layers, and the layer that has it.
 
     Args:
         params: the model, in float32.
         reference: the model to compare with.
-        tokens: int ``[batch, length]``; every position is compared, padding too.
-        tolerance: relative to the standard deviation of a module's output in torch.
+        tokens: int ``[batch, length]``, padded on the right.
+        valid: bool ``[batch, length]``, the positions to compare.
+        tolerance: of the relative error; see :class:`~lsjax.measure.report.ParityRow`.
     """
     rows: dict[str, ParityRow] = {}
 
     def note(part: str, layer: int | None, found: Any, expected: np.ndarray) -> None:
         where = None if layer is None else f"layers.{layer}"
-        row = compare(_NAMES.get(part, part), found, expected, tolerance, where)
+        places = None if part.startswith("rotary") else valid  # the angles are the same for all rows
+        row = compare(_NAMES.get(part, part), found, expected, tolerance, where, places)
         rows[part] = worse(rows[part], row) if part in rows else row
 
     def see(seen: Seen) -> None:

@@ -21,7 +21,8 @@ from lsjax.measure.report import ParityReport, ParityRow, compare, worse
 from lsjax.params import Params, forward
 from lsjax.text.prompts import PROMPTS, encode, pad_rows
 
-MODULE_TOLERANCE = 1e-5
+# Of float32's rounding: about 2e-6 in small random models, up to 3e-5 in a trained one with huge activations.
+MODULE_TOLERANCE = 1e-4
 LOGITS_TOLERANCE = 1e-4
 TIE = 1e-4  # of the logits' standard deviation: float32 rounding decides what is closer
 _RANDOM_LENGTHS = (24, 5, 17, 12)  # of the prompts of random ids
@@ -64,8 +65,9 @@ def parity(
         num_speculations: drafts a round.
         max_new_tokens: tokens to compare of each prompt's continuation; 0: none.
         eos_token_id: as of ``lsjax.generate``.
-        module_tolerance: relative to the standard deviation of what torch's module returned.
-        logits_tolerance: relative to the standard deviation of torch's logits.
+        module_tolerance: of the relative error of modules: the difference over the sum of the number's own magnitude
+            and the standard deviation of what torch's module returned.
+        logits_tolerance: of logits, likewise.
         revision: a branch, tag or commit of a hub id.
 
     Returns:
@@ -91,9 +93,10 @@ def parity(
             depths = sorted({1, max(layers // 2, 1), layers, exit_layer})
         depths = [check_depth("depths", depth, params.config) for depth in depths]
         rows, inputs = _read_inputs(source, params, prompts, tokens, revision)
-        padded, _ = pad_rows(rows)
-        found = compare_modules(params, torch_model, padded, module_tolerance)
-        found += compare_logits(params, torch_model, padded, depths, logits_tolerance)
+        padded, lengths = pad_rows(rows)
+        valid = np.arange(padded.shape[1]) < lengths[:, None]
+        found = compare_modules(params, torch_model, padded, valid, module_tolerance)
+        found += compare_logits(params, torch_model, padded, valid, depths, logits_tolerance)
         ties, texts = 0, 0
         if max_new_tokens:
             eos = params.config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
@@ -107,15 +110,20 @@ def parity(
 
 
 def compare_logits(
-    params: Params, reference: Reference, tokens: np.ndarray, depths: Sequence[int], tolerance: float = LOGITS_TOLERANCE
+    params: Params,
+    reference: Reference,
+    tokens: np.ndarray,
+    valid: np.ndarray,
+    depths: Sequence[int],
+    tolerance: float,
 ) -> list[ParityRow]:
-    """One row for each depth: teacher-forced logits of ``[batch, length]`` ids, at every position."""
+    """One row for each depth: teacher-forced logits of ``[batch, length]`` ids at the valid positions."""
     found = forward(params, tokens, exits=tuple(depths)) if depths else ()
-    return [
-        compare(f"logits, {depth} of {params.config.num_hidden_layers} layers", logits, expected, tolerance)
-        for depth, logits in zip(depths, found, strict=True)
-        for expected in [reference.logits(tokens, depth)]
-    ]
+    rows = []
+    for depth, logits in zip(depths, found, strict=True):
+        what = f"logits, {depth} of {params.config.num_hidden_layers} layers"
+        rows.append(compare(what, logits, reference.logits(tokens, depth), tolerance, valid=valid))
+    return rows
 
 
 def compare_tokens(

@@ -11,15 +11,17 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class ParityRow:
-    """The largest difference found in one thing that was compared.
+    """The largest relative error found in one thing that was compared.
 
     Attributes:
         what: the thing: a module's name in transformers, logits of a depth, or tokens.
-        error: the largest absolute difference. Of tokens: 0 where all are equal, else how far the reference's logits
-            of the two tokens lie below its best one, where the texts first part.
-        scale: the standard deviation of what the reference gave there, over all that was compared at once.
+        error: the absolute difference there. Of tokens: 0 where all are equal, else how far the reference's logits of
+            the two tokens lie below its best one, where the texts first part.
+        scale: the standard deviation of the module's output in the reference, plus the magnitude of the very number:
+            trained models have a few activations hundreds of deviations large, which round in proportion to
+            themselves. Of tokens: the standard deviation of the logits.
         tolerance: the largest relative error that passes.
-        where: where the largest difference stands.
+        where: where it stands.
     """
 
     what: str
@@ -120,27 +122,41 @@ class ParityReport:
         )
 
 
-def compare(what: str, found: Any, expected: np.ndarray, tolerance: float, where: str | None = None) -> ParityRow:
-    """The row of one array against the reference's.
+def compare(
+    what: str,
+    found: Any,
+    expected: np.ndarray,
+    tolerance: float,
+    where: str | None = None,
+    valid: np.ndarray | None = None,
+) -> ParityRow:
+    """The row of one array against the reference's: the place with the largest relative error.
 
     Args:
         what: the row's name.
         found: ours, ``[batch, length, ...]``.
         expected: the reference's, of the same shape.
-        tolerance: relative to the standard deviation of ``expected``.
+        tolerance: of the relative error.
         where: None: the batch's row and the position of the largest difference.
+        valid: bool ``[batch, length]``, the positions to compare; None: all.
     """
     found = np.asarray(found)
     if found.shape != expected.shape:
         raise ValueError(f"{what}: expected the reference's shape {expected.shape}, got {found.shape}")
+    places = np.argwhere(np.ones(expected.shape[:2], bool) if valid is None else valid)
+    found, expected = found[tuple(places.T)], expected[tuple(places.T)]
     difference = np.abs(found - expected)
-    worst = np.unravel_index(np.argmax(difference), difference.shape)  # a NaN counts as the largest
+    scale = np.abs(expected) + np.std(expected, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        relative = np.where(difference == 0, 0.0, difference / scale)
+    worst = np.unravel_index(np.argmax(relative), relative.shape)  # a NaN counts as the largest
+    row, position = places[worst[0]]
     return ParityRow(
         what=what,
         error=float(difference[worst]),
-        scale=float(np.std(expected, dtype=np.float64)),
+        scale=float(scale[worst]),
         tolerance=tolerance,
-        where=f"row {worst[0]}, position {worst[1]}" if where is None else where,
+        where=f"row {row}, position {position}" if where is None else where,
     )
 
 
