@@ -1,5 +1,6 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
+from lsjax import measure
 from lsjax.config import LlamaConfig, RopeScaling
 from lsjax.convert.assemble import CheckpointError
 from lsjax.decode.generate import GenerateOutput, generate, prefill
@@ -27,6 +28,7 @@ __all__ = [
     "generate",
     "init",
     "load",
+    "measure",
     "prefill",
     "save",
     "verify",

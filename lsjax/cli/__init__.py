@@ -12,6 +12,7 @@ from lsjax.cli.parser import Parser, UsageError
 
 COMMANDS = {
     "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
+    "agreement": "how often each layer names the whole model's token: look at it before choosing an exit",
     "parity": "compare a checkpoint's modules, logits and greedy text with transformers' in torch",
 }
 

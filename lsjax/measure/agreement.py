@@ -17,7 +17,6 @@ from lsjax.config import LlamaConfig, token_ids
 from lsjax.decode.generate import generate
 from lsjax.decode.prompts import bucket, read_prompts, widen
 from lsjax.decode.sampling import greedy
-from lsjax.decode.state import Stats
 from lsjax.measure.replay import replay, wilson
 from lsjax.params import Params
 
@@ -76,8 +75,8 @@ class Agreement:
         return wilson((self.matches & self._compared).sum(axis=(1, 2)), np.full(len(self.matches), self.lengths.sum()))
 
     @functools.cached_property
-    def stats(self) -> Stats:
-        """What ``lsjax.generate(exit_layer=layer, num_speculations=K)`` counts: int32 ``[layers, batch]``.
+    def stats(self) -> Any:
+        """:class:`lsjax.Stats` of ``lsjax.generate(exit_layer=layer, num_speculations=K)``: int32 ``[layers, batch]``.
 
         Exact for generated texts, up to ties of rounding.
         """

@@ -100,7 +100,7 @@ def parity(
         ties, texts = 0, 0
         if max_new_tokens:
             eos = params.config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
-            expected = [torch_model.generate(row, max_new_tokens, eos) for row in rows]
+            expected = [torch_model.generate(row.tolist(), max_new_tokens, eos) for row in rows]
             options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "num_speculations": num_speculations}
             for depth in (None, exit_layer):
                 row, tied = compare_tokens(params, torch_model, rows, expected, exit_layer=depth, **options)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from lsjax.decode.state import Stats
@@ -30,8 +32,9 @@ def replay(
     column = np.arange(positions)
     streaks = _streaks(matches & (column < lengths[:, None]))
     end = np.where(ended, lengths - 1, limits + num_speculations)  # where an EOS stands, or out of reach
-    rounds, drafted, accepted, new = np.zeros((4, layers, batch), np.int32)
-    histogram = np.zeros((layers, batch, num_speculations + 1), np.int32)
+    counts: Any = np.zeros((4, layers, batch), np.int32)
+    rounds, drafted, accepted, new = counts
+    histogram: Any = np.zeros((layers, batch, num_speculations + 1), np.int32)
     while (active := new < lengths).any():
         useful = np.clip(limits - new - 1, 0, num_speculations)
         here = np.minimum(new, positions - 1)
