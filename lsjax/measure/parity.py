@@ -148,7 +148,7 @@ def compare_tokens(
     Returns:
         the row of the worst text, and how many texts part at a tie.
     """
-    what = "tokens, autoregressive" if exit_layer is None else f"tokens, drafts of {exit_layer} layers"
+    what = "tokens, autoregressive" if exit_layer is None else f"tokens, exit layer {exit_layer}"
     tokens, lengths = pad_rows(prompts)
     out = generate(params, tokens, prompt_lengths=lengths, exit_layer=exit_layer, **options)
     worst, ties = ParityRow(what, 0.0, 0.0, TIE, "all equal"), 0

@@ -145,9 +145,9 @@ def compare(
         raise ValueError(f"{what}: expected the reference's shape {expected.shape}, got {found.shape}")
     places = np.argwhere(np.ones(expected.shape[:2], bool) if valid is None else valid)
     found, expected = found[tuple(places.T)], expected[tuple(places.T)]
-    difference = np.abs(found - expected)
-    scale = np.abs(expected) + np.std(expected, dtype=np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):
+    with np.errstate(divide="ignore", invalid="ignore"):  # what is not a number is found, and fails
+        difference = np.abs(found - expected)
+        scale = np.abs(expected) + np.std(expected, dtype=np.float64)
         relative = np.where(difference == 0, 0.0, difference / scale)
     worst = np.unravel_index(np.argmax(relative), relative.shape)  # a NaN counts as the largest
     row, position = places[worst[0]]
