@@ -1,5 +1,6 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
+from lsjax import measure
 from lsjax.config import LlamaConfig, RopeScaling
 from lsjax.convert.checkpoint import CheckpointError
 from lsjax.decode.generate import GenerateOutput, generate
@@ -28,6 +29,7 @@ __all__ = [
     "generate",
     "init",
     "load",
+    "measure",
     "prefill",
     "save",
     "tensor_parallel",

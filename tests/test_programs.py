@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import CONFIG
-from support import compiled_programs, random_params
+from support import compiled_programs, random_params, temporaries_of
 
 import lsjax
 from lsjax.decode import generate as generate_module
@@ -82,11 +82,6 @@ def test_draft_and_verify_called_alone_are_the_round(params):
 
 def cache_bytes(batch: int, slots: int) -> int:
     return 4 * 2 * batch * CONFIG.num_key_value_heads * slots * CONFIG.head_dim * 4
-
-
-def temporaries_of(compiled) -> int:
-    """Bytes of temporary memory that a compiled program wants."""
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def copying_round(params, state):

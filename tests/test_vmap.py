@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from oracle import CONFIG, case
-from support import random_params
+from support import random_params, temporaries_of
 
 import lsjax
 from lsjax.decode.folding import fold_rows
@@ -192,7 +192,7 @@ def test_a_mapped_program_is_the_batch_s_program(data, plan):
         assert cache in text
         assert not [line for line in text.splitlines() if f"= {cache}" in line and " select(" in line]
         assert len(re.findall(r" while\(", text)) == len(re.findall(r" while\(", batch.as_text()))
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in (batch, mapped)]
+    sizes = [temporaries_of(program) for program in (batch, mapped)]
     assert sizes[1] < 1.1 * sizes[0]
 
 
@@ -206,7 +206,7 @@ def test_a_loop_that_selects_is_noticed(data):
         return lax.while_loop(lambda state: state.active, step, state).tokens
 
     batch, mapped = compiled(plain, request(8)), compiled(jax.vmap(plain), request(8, 1))
-    sizes = [program.memory_analysis().temp_size_in_bytes for program in (batch, mapped)]
+    sizes = [temporaries_of(program) for program in (batch, mapped)]
     assert sizes[1] > 1.3 * sizes[0]
 
 
