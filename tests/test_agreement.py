@@ -6,6 +6,7 @@ That acceptance follows from it, count by count, is tested beside losslessness, 
 import dataclasses
 import json
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -114,7 +115,7 @@ def test_only_one_exit_s_logits_are_alive_at_a_time():
     tokens, first, sizes = jax.ShapeDtypeStruct((4, 64), np.int32), jax.ShapeDtypeStruct((4,), np.int32), {}
     for layers in (2, 6):
         config = dataclasses.replace(CONFIG, num_hidden_layers=layers, vocab_size=20_000)
-        compiled = _choices.lower(lsjax.Params.abstract(config), tokens, first, 64).compile()
+        compiled: Any = _choices.lower(lsjax.Params.abstract(config), tokens, first, 64).compile()
         sizes[layers] = compiled.memory_analysis().temp_size_in_bytes
     row = 64 * 20_000 * 4
     assert sizes[6] < sizes[2] + row / 4
@@ -168,7 +169,7 @@ def test_the_picture_says_what_was_measured(found):
     )
     assert [axes.get_ylabel() for axes in figure.axes] == ["share of tokens (%)", "tokens; times autoregressive"]
     assert figure.axes[1].get_xlabel() == "exit after layer"
-    lines = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
+    lines: Any = {line.get_label(): line.get_ydata() for line in figure.axes[0].lines}
     np.testing.assert_allclose(lines["agrees with the last layer"], 100 * found.rate)
     np.testing.assert_allclose(lines["drafts accepted, K = 4"], 100 * found.acceptance_rate)
     assert ("matplotlib.pyplot" in sys.modules) == before

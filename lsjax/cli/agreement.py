@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 from collections.abc import Sequence
@@ -65,9 +66,10 @@ def main(argv: Sequence[str]) -> int:
     from lsjax.io import load
     from lsjax.measure.agreement import agreement
 
+    plot: Any = None
     if options.plot is not None:
         with usage_errors("--plot", ImportError):
-            from lsjax.measure import plot
+            plot = importlib.import_module("lsjax.measure.plot")
     note(f"loading {options.source}")
     with usage_errors(options.source, ValueError, OSError, ImportError):
         rows = _encode(options)

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Sequence
+from typing import Any
 
 from lsjax.cli.parser import Parser, at_least, positive, prompt_text, usage_errors
 
@@ -73,7 +74,9 @@ def main(argv: Sequence[str]) -> int:
     from lsjax.cli.session import note
     from lsjax.measure.parity import parity
 
-    tolerances = {} if options.tolerance is None else dict.fromkeys(_TOLERANCES, options.tolerance)
+    tolerances: dict[str, Any] = {}
+    if options.tolerance is not None:
+        tolerances = {"module_tolerance": options.tolerance, "logits_tolerance": options.tolerance}
     note(f"loading {options.source} twice and comparing")
     with usage_errors(options.source, ValueError, OSError, ImportError):
         report = parity(
@@ -86,9 +89,6 @@ def main(argv: Sequence[str]) -> int:
         )
     print(json.dumps({"model": options.source} | report.to_dict()) if options.json else report)
     return 0 if report.ok else 1
-
-
-_TOLERANCES = ("module_tolerance", "logits_tolerance")
 
 
 def _depths(text: str) -> list[int]:
