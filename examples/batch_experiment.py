@@ -1,20 +1,24 @@
 """A batch experiment: how many drafts are accepted, by exit layer, number of drafts and prompt, as heat maps.
 
 Exit layer and number of drafts decide which program runs, so each pair is compiled once; all prompts go through it as
-one batch, and the statistics of every row come back with the text.
+one batch, and the statistics of every row come back with the text. For greedy text,
+``lsjax.measure.agreement`` knows all pairs from two programs; the experiment checks that it does.
 
 Run it as ``python examples/batch_experiment.py [CHECKPOINT [PICTURE.png]]``: by default on SmolLM2-135M-Instruct, which
 is fetched once (some minutes on a laptop). It needs the extra ``plot``.
 """
 
+import dataclasses
 import itertools
 import sys
+from collections.abc import Sequence
 
 import jax
 import numpy as np
 from matplotlib.figure import Figure
 
 import lsjax
+from lsjax.text.prompts import encode, pad_rows
 from lsjax.text.tokenizer import load_tokenizer
 
 PROMPTS = {
@@ -41,30 +45,34 @@ def count_compilations() -> list[float]:
     return seconds
 
 
-def run(params: lsjax.Params, tokens: np.ndarray, lengths: np.ndarray, exits: list[int]) -> np.ndarray:
+def rates_of(stats: lsjax.Stats) -> np.ndarray:
+    """``stats.acceptance_rate`` in NumPy, so that the count of programs below is that of the model's own."""
+    return np.asarray(stats.accepted) / np.maximum(stats.drafted, 1)
+
+
+def run(params: lsjax.Params, prompts: dict, exits: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
     """Acceptance rates, float32 ``[exits, drafts, prompts]``."""
-    rates = np.zeros((len(exits), len(DRAFTS), len(tokens)), np.float32)
-    for (i, exit_layer), (j, drafts) in itertools.product(enumerate(exits), enumerate(DRAFTS)):
-        out = lsjax.generate(
-            params,
-            tokens,
-            prompt_lengths=lengths,
-            exit_layer=exit_layer,
-            num_speculations=drafts,
-            max_new_tokens=NEW_TOKENS,
-            eos_token_id=(),
-        )
-        rates[i, j] = out.stats.acceptance_rate
-    return rates
+    rates = []
+    for exit_layer, count in itertools.product(exits, drafts):
+        out = lsjax.generate(params, **prompts, exit_layer=exit_layer, num_speculations=count)
+        rates.append(rates_of(out.stats))
+    return np.reshape(rates, (len(exits), len(drafts), -1))
 
 
-def draw(rates: np.ndarray, exits: list[int], title: str) -> Figure:
+def predict(params: lsjax.Params, prompts: dict, exits: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
+    """The same, for all pairs from one autoregressive run and one pass over every layer."""
+    found = lsjax.measure.agreement(params, **prompts)
+    rates = [rates_of(dataclasses.replace(found, num_speculations=count).stats) for count in drafts]
+    return np.stack(rates, axis=1)[np.array(exits) - 1]
+
+
+def draw(rates: np.ndarray, exits: Sequence[int], drafts: Sequence[int], title: str) -> Figure:
     """Two heat maps: the mean over prompts by exit and drafts, and each prompt by exit at the most drafts."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     axes = figure.subplots(1, 2)
     panels = [
-        (rates.mean(axis=2), [str(k) for k in DRAFTS], "drafts a round", "mean over all prompts"),
-        (rates[:, -1], list(PROMPTS), "prompt", f"each prompt, {DRAFTS[-1]} drafts a round"),
+        (rates.mean(axis=2), [str(k) for k in drafts], "drafts a round", "mean over all prompts"),
+        (rates[:, -1], list(PROMPTS), "prompt", f"each prompt, {drafts[-1]} drafts a round"),
     ]
     for axis, (values, names, label, heading) in zip(axes, panels, strict=True):
         axis.imshow(100 * values, vmin=0, vmax=100, cmap="viridis", aspect="auto", origin="lower")
@@ -79,26 +87,36 @@ def draw(rates: np.ndarray, exits: list[int], title: str) -> Figure:
     return figure
 
 
-def main(source: str = "demo", picture: str = "batch_experiment.png") -> None:
+def main(
+    source: str = "demo",
+    picture: str = "batch_experiment.png",
+    exits: Sequence[int] | None = None,
+    drafts: Sequence[int] = DRAFTS,
+    new_tokens: int = NEW_TOKENS,
+) -> None:
     """Runs the experiment on a checkpoint and writes the picture."""
     params, tokenizer = lsjax.load(source), load_tokenizer(source)
-    rows = [tokenizer(text)["input_ids"] for text in PROMPTS.values()]
-    lengths = np.array([len(row) for row in rows])
-    tokens = np.array([row + [0] * (lengths.max() - len(row)) for row in rows])
+    tokens, lengths = pad_rows([encode(text, tokenizer) for text in PROMPTS.values()])
+    prompts = {"tokens": tokens, "prompt_lengths": lengths, "max_new_tokens": new_tokens, "eos_token_id": ()}
     layers = params.config.num_hidden_layers
-    exits = sorted({max(1, round(layers * part)) for part in (0.2, 0.4, 0.6, 0.8, 0.9)})
+    exits = exits or sorted({max(1, round(layers * part)) for part in (0.2, 0.4, 0.6, 0.8, 0.9)})
+
     compilations = count_compilations()
-    rates = run(params, tokens, lengths, exits)
-    pairs = len(exits) * len(DRAFTS)
-    print(f"{rates.size} runs: {pairs} pairs of exit layer and drafts, {len(rows)} prompts in one batch each")
-    print(f"{len(compilations)} programs compiled, {sum(compilations):.0f} s of compiling")
+    rates = run(params, prompts, exits, drafts)
+    pairs = f"{len(exits) * len(drafts)} pairs of exit layer and drafts"
+    print(f"{pairs}, {len(tokens)} prompts each: {rates.size} acceptance rates from {len(compilations)} programs")
+    before = len(compilations)
+    difference = np.abs(predict(params, prompts, exits, drafts) - rates).max()
+    print(f"predicted from {len(compilations) - before} programs: the largest difference is {difference:.6f}")
+
     for exit_layer, of_exit in zip(exits, rates, strict=True):
-        by_drafts = ", ".join(f"{k}: {rate.mean():.1%}" for k, rate in zip(DRAFTS, of_exit, strict=True))
+        by_drafts = ", ".join(f"{k}: {rate.mean():.1%}" for k, rate in zip(drafts, of_exit, strict=True))
         print(f"exit layer {exit_layer:2} of {layers}, accepted by drafts a round: {by_drafts}")
-    title = f"Drafts accepted: {source}, greedy, {len(rows)} prompts, {NEW_TOKENS} new tokens each, {params.dtype}"
-    draw(rates, exits, title).savefig(picture, dpi=110)
+    title = f"Drafts accepted: {source}, greedy, {len(tokens)} prompts, {new_tokens} new tokens each, {params.dtype}"
+    draw(rates, exits, drafts, title).savefig(picture, dpi=110)
     print(f"picture: {picture}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    given = dict(zip(("source", "picture"), sys.argv[1:], strict=False))
+    main(**given)

@@ -6,6 +6,7 @@ import math
 import numpy as np
 from safetensors.numpy import save_file
 from support import random_params
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import lsjax
 from lsjax.convert.names import HUGGINGFACE, source_shape
@@ -92,6 +93,18 @@ def assert_same_arrays(found, expected):
     for path, leaf in found.items():
         assert leaf.dtype == expected[path].dtype, path
         np.testing.assert_array_equal(leaf, expected[path], err_msg=path)
+
+
+def write_byte_tokenizer(directory, **settings):
+    """A tokenizer of single bytes, ids 0 to 255, then ``<s>`` and ``</s>``; ``settings`` go into its configuration."""
+    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 GGUF_NAMES = {

@@ -14,8 +14,8 @@ from importlib.metadata import version
 
 import numpy as np
 import pytest
+from checkpoints import write_byte_tokenizer
 from support import random_params
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import lsjax.cli
 import lsjax.io
@@ -46,14 +46,7 @@ def model(tmp_path_factory):
         eos_token_id=(257,),
     )
     lsjax.io.save(random_params(config, seed=0, deep_from=2, deep_scale=0.3), directory)
-    vocabulary = {symbol: index for index, symbol in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>", "</s>"])
-    tokenizer.save(str(directory / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
-    (directory / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": CHAT}))
+    write_byte_tokenizer(directory, chat_template=CHAT)
     return str(directory)
 
 
