@@ -25,6 +25,18 @@ def check_params(params: Any) -> None:
             "params: expected lsjax.Params, as lsjax.load, lsjax.init or lsjax.Params(config, tree) make them; "
             f"got {type(params).__name__}"
         )
+    _check_mesh("params", params)
+
+
+def _check_mesh(name: str, tree: Any) -> None:
+    """That no array is sharded over axes whose placement the program itself would have to state."""
+    for leaf in jax.tree.leaves(tree):
+        explicit = jax.typeof(leaf).sharding.mesh.explicit_axes if isinstance(leaf, jax.Array) else ()
+        if explicit:
+            raise ValueError(
+                f"{name}: expected a mesh of automatic axes, such as jax.sharding.Mesh(mesh.devices, mesh.axis_names); "
+                f"got explicit axes {', '.join(map(str, explicit))} (what jax.make_mesh makes by default)"
+            )
 
 
 def check_int(name: str, value: Any, least: int) -> int:
@@ -74,6 +86,7 @@ def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
 def read_tokens(tokens: Any) -> tuple[Any, bool]:
     """Integer ids as ``[batch, length]``, NumPy where they are concrete, and whether they came as one row."""
     rows = as_array("tokens", tokens)
+    _check_mesh("tokens", rows)  # where it is traced; concrete rows are NumPy's by now
     if rows.ndim not in (1, 2):
         raise ValueError(f"tokens: expected the shape [length] or [batch, length], got {tuple(rows.shape)}")
     if not rows.size:

@@ -189,7 +189,7 @@ def tensor_parallel(config: LlamaConfig, mesh: Mesh, axis: str) -> Params:
 
     Args:
         config: the model's configuration.
-        mesh: the devices.
+        mesh: the devices. Axes that are explicit, as ``jax.make_mesh`` makes them by default, are taken as automatic.
         axis: the axis of the mesh to split over.
 
     Returns:
@@ -208,6 +208,8 @@ def tensor_parallel(config: LlamaConfig, mesh: Mesh, axis: str) -> Params:
     uneven = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) % parts]
     if uneven:
         raise ValueError(f"{parts} devices along {axis!r} cannot share evenly: {', '.join(uneven)}")
+
+    mesh = Mesh(mesh.devices, mesh.axis_names)  # automatic axes: XLA places what lies between the arrays
 
     def place(path: str) -> NamedSharding:
         *_, module, kind = path.split("/")

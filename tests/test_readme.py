@@ -10,13 +10,21 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.demo
 def test_the_api_example_runs_as_it_stands(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(code.strip().splitlines()) <= 12
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
     text = capsys.readouterr().out
     assert text.startswith("The capital of France is")
     assert scope["logits"].shape == (len(scope["tokens"]), scope["params"].config.vocab_size)
+
+
+def test_the_experiment_runs_as_it_stands():
+    _, code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    scope: dict = {}
+    exec(compile(code, "README.md", "exec"), scope)
+    assert scope["rates"].shape == (32,)
+    assert scope["out"].tokens.shape == (16 + 128,)
 
 
 def test_the_two_commands_name_extras_that_exist():

@@ -161,3 +161,16 @@ def test_layouts_that_do_not_divide_are_refused(mesh):
         lsjax.tensor_parallel(config, mesh, "parts")
     with pytest.raises(ValueError, match=r"axis: expected one of 'parts', got 'model'"):
         lsjax.tensor_parallel(CONFIG, mesh, "model")
+
+
+def test_explicit_axes_are_taken_as_automatic_or_refused_by_name(data, mesh):
+    explicit = jax.make_mesh((2,), ("parts",), devices=mesh.devices)
+    assert lsjax.tensor_parallel(CONFIG, explicit, "parts").tree == lsjax.tensor_parallel(CONFIG, mesh, "parts").tree
+    params = jax.device_put(data.params, NamedSharding(explicit, PartitionSpec()))
+    with pytest.raises(ValueError, match=r"params: expected a mesh of automatic axes, .* got explicit axes parts"):
+        lsjax.generate(params, data.prompts)
+    params, _ = place(data, mesh, "data")
+    prompts = jax.device_put(data.prompts, NamedSharding(explicit, PartitionSpec("parts")))
+    assert_same(generate(params, prompts, data.lengths, 2), on_one_device(2))
+    with pytest.raises(ValueError, match=r"tokens: expected a mesh of automatic axes"):
+        jax.jit(lambda tokens: lsjax.forward(data.params, tokens))(prompts)

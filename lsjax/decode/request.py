@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsjax.checks import check_depth, check_int, is_traced
 from lsjax.config import LlamaConfig, token_ids
@@ -48,8 +48,10 @@ class Request(NamedTuple):
         sharding = getattr(tokens, "sharding", None)
         if not isinstance(sharding, NamedSharding) or tokens.ndim < 2:
             return self
+        given: Any = sharding.mesh
+        mesh = Mesh(given.devices, given.axis_names)  # automatic axes
         rows = PartitionSpec(*sharding.spec[:1])
-        return jax.device_put(self, NamedSharding(sharding.mesh, rows))
+        return jax.device_put(self, NamedSharding(mesh, rows))
 
 
 def make_request(config: LlamaConfig, prompts: Prompts, limits: Any, eos_token_id: Any, pad_token_id: Any) -> Request:
