@@ -7,6 +7,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import numpy as np
 
 from lsjax.config import LlamaConfig, RopeScaling
 from lsjax.convert.assemble import CheckpointError, Listing, Stored, assemble
+from lsjax.convert.gguf_header import Header, read_header
 from lsjax.convert.names import GGUF
 from lsjax.params import Params
 
@@ -54,93 +56,78 @@ def load(path: Path, dtype: Any = None, progress: bool | None = None) -> Params:
             compute, by name; or tensors that are missing or do not fit.
         ImportError: the ``gguf`` package is not installed.
     """
-    reader = _open(path)
-    metadata = _metadata(reader, path)
-    listing = _list_tensors(reader, path)
-    return assemble(path, _config(metadata, listing, path), listing, GGUF, dtype, progress)
+    header = read_header(path)
+    listing = _list_tensors(header, path)
+    config = _config(header.metadata, listing, path)
+    return assemble(path, config, listing, GGUF, np.dtype(np.float32) if dtype is None else dtype, progress)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Everything that a GGUF file says beside its tensors, as ``{"general.architecture": "llama", ...}``.
 
     Raises:
-        CheckpointError: not a whole GGUF file.
-        ImportError: the ``gguf`` package is not installed.
+        CheckpointError: not a GGUF file, or its header is damaged.
     """
-    return _metadata(_open(path), path)
+    return read_header(path).metadata
 
 
-def _open(path: Path) -> Any:
-    """The package's reader of this file, made to check what it reads against the file's size."""
+def _list_tensors(header: Header, path: Path) -> Listing:
+    """The tensors, each where it has to be: one after the other, padded to the alignment, as ggml insists too."""
     try:
         import gguf
     except ImportError as error:
-        raise ImportError("GGUF files are read through the gguf package: pip install 'lsjax[demo]'") from error
+        raise ImportError("GGUF tensors are read through the gguf package: pip install 'lsjax[demo]'") from error
 
-    class Reader(gguf.GGUFReader):
-        # Beyond the end the package's reader gets empty arrays, and a damaged length keeps it looping over them.
-        def _get(self, offset, dtype, count=1, override_order=None):
-            dtype, count, offset = np.dtype(dtype), int(count), int(offset)
-            end = offset + dtype.itemsize * count
-            if end > self.data.size:
-                raise ValueError(f"expected at least {end:,} bytes, got {self.data.size:,}")
-            self.data = self.data.view(np.ndarray)  # slicing a memmap costs several times as much
-            return super()._get(offset, dtype, count, override_order)
-
-        # One object for a whole array of numbers, not one for each.
-        def _get_field_parts(self, orig_offs, raw_type):
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                item, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-                number = self.gguf_scalar_to_np.get(item[0])
-                if number is not None:
-                    values = self._get(orig_offs + 12, number, length[0])
-                    types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item[0])]
-                    return 12 + values.nbytes, [item, length, values], [2], types
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    try:
-        return Reader(path)
-    except OSError:
-        raise
-    except Exception as error:  # the package raises whatever NumPy happens to raise on damaged bytes
-        raise CheckpointError(path, [f"not GGUF, truncated or altered: {error}"]) from error
+    tensors, problems = [], []
+    end = 0  # of the last tensor; None after one whose size is not known
+    for info in header.tensors:
+        if end is not None:
+            expected = -(-end // header.alignment) * header.alignment
+            if info.offset != expected:
+                problems.append(f"wrong offset: {info.name} in {path.name}: expected {expected:,}, got {info.offset:,}")
+        try:
+            kind = gguf.GGMLQuantizationType(info.kind)
+        except ValueError:
+            problems.append(f"wrong dtype: {info.name} in {path.name}: ggml has no type {info.kind}")
+            end = None
+            continue
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        size = math.prod(info.shape) // block * block_bytes
+        end = info.offset + size
+        if info.shape[-1] % block:
+            rows = f"rows of a multiple of {block} for {kind.name}"
+            problems.append(f"wrong shape: {info.name} in {path.name}: expected {rows}, got {list(info.shape)}")
+        elif end > len(header.data):
+            end_of_file = f"expected {end:,} bytes of data, got {len(header.data):,}"
+            problems.append(f"truncated or altered: {info.name} in {path.name}: {end_of_file}")
+        read = functools.partial(_read, header.data[info.offset : end], kind, info.shape)
+        tensors.append(Stored(info.name, info.shape, _dtype_of(kind), path.name, read))
+    return Listing(tuple(tensors), tuple(problems))
 
 
-def _metadata(reader: Any, path: Path) -> dict[str, Any]:
-    try:
-        return {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # for instance text that is not UTF-8
-        raise CheckpointError(path, [f"truncated or altered metadata: {error}"]) from error
-
-
-def _list_tensors(reader: Any, path: Path) -> Listing:
+@functools.cache
+def _dtype_of(kind: Any) -> str:
+    """What a ggml type is read as, or the name of one that the package does not dequantize."""
     import gguf
 
-    def read(tensor: Any) -> np.ndarray:
-        values = gguf.dequantize(tensor.data, tensor.tensor_type)
-        return values.astype(np.float32, copy=False).reshape(tensor.shape.tolist()[::-1])
+    if kind == gguf.GGMLQuantizationType.F64:
+        return "F64"
+    try:
+        gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return f"ggml {kind.name}"
+    return "F32"
 
-    @functools.cache
-    def dtype_of(kind: Any) -> str:
-        block = np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8)
-        try:
-            gguf.dequantize(block.view(np.float16) if kind == gguf.GGMLQuantizationType.F16 else block, kind)
-        except NotImplementedError:
-            return f"ggml {kind.name}"
-        return "F32"  # what all are dequantized to
 
-    return Listing(
-        tuple(
-            Stored(
-                tensor.name,
-                tuple(tensor.shape.tolist()[::-1]),
-                dtype_of(tensor.tensor_type),
-                path.name,
-                functools.partial(read, tensor),
-            )
-            for tensor in reader.tensors
-        )
-    )
+def _read(data: memoryview, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
+    import gguf
+
+    stored = np.frombuffer(data, np.uint8)
+    if kind == gguf.GGMLQuantizationType.F64:
+        return stored.view(np.float64).reshape(shape)
+    with np.errstate(all="ignore"):  # of scales that are not finite; the numbers are the file's
+        rows = stored.reshape(*shape[:-1], -1)
+        return gguf.dequantize(rows, kind).astype(np.float32, copy=False).reshape(shape)
 
 
 def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaConfig:
@@ -197,7 +184,7 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
 
 
 def _rope_scaling(entries: Mapping[str, Any]) -> RopeScaling | None:
-    kind = entries.get("rope.scaling.type", "linear" if "rope.scale_linear" in entries else "none")
+    kind = entries.get("rope.scaling.type", "linear")  # as llama.cpp reads it
     factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 1.0))
     if kind == "none" or (kind == "linear" and factor in (0, 1)):  # llama.cpp reads 0 as "no scaling"
         return None
@@ -215,4 +202,7 @@ def _stops(metadata: Mapping[str, Any]) -> tuple[int, ...]:
 
 def _decimal(value: Any) -> Any:
     """A float32 of the metadata as the decimal that was meant: 1e-5, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    if not isinstance(value, float):
+        return value
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(value)))

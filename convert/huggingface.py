@@ -7,8 +7,9 @@ from typing import Any
 
 from lsjax.config import LlamaConfig
 from lsjax.convert.assemble import CheckpointError, assemble
+from lsjax.convert.files import read_json
 from lsjax.convert.names import HUGGINGFACE
-from lsjax.convert.shards import list_tensors, read_json
+from lsjax.convert.shards import list_tensors
 from lsjax.params import Params
 
 STEM = "model"  # of the weights' files
@@ -20,13 +21,11 @@ def read_config(directory: Path) -> LlamaConfig:
     Raises:
         CheckpointError: a file is absent or no JSON object, or does not describe a Llama that lsjax computes.
     """
-    config, generation = directory / "config.json", directory / "generation_config.json"
-    if not config.is_file():
-        raise CheckpointError(directory, ["absent: config.json"])
+    config = read_json(directory / "config.json")
+    generation = directory / "generation_config.json"
+    special = read_json(generation) if generation.exists() or generation.is_symlink() else None
     try:
-        return LlamaConfig.from_dict(read_json(config), read_json(generation) if generation.is_file() else None)
-    except CheckpointError:
-        raise
+        return LlamaConfig.from_dict(config, special)
     except (ValueError, TypeError) as error:
         raise CheckpointError(directory, [f"config.json: {error}"]) from error
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import collections
 import functools
-import json
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from lsjax.convert.assemble import CheckpointError, Listing, Stored
+from lsjax.convert.assemble import Listing, Stored
+from lsjax.convert.files import parse_file, parse_json, trouble
 
 
 def list_tensors(directory: Path, stem: str) -> Listing:
@@ -23,18 +21,20 @@ def list_tensors(directory: Path, stem: str) -> Listing:
         found, problems = _read_header(single)
         return Listing(tuple(found), tuple(problems))
     placed, problems = _read_index(index)
+    shards: dict[str, set[str]] = {}
+    for name, shard in placed.items():
+        shards.setdefault(shard, set()).add(name)
     tensors: list[Stored] = []
     lost: set[str] = set()
-    for shard in sorted(set(placed.values())):
-        names = {name for name, where in placed.items() if where == shard}
-        found, trouble = _read_header(directory / shard)
+    for shard, names in sorted(shards.items()):
+        found, problem = _read_header(directory / shard)
         held = {tensor.name for tensor in found}
         if found:
-            trouble += [f"missing: {name}, which {index.name} places in {shard}" for name in sorted(names - held)]
-            trouble += [f"unexpected: {name} in {shard}, not in {index.name}" for name in sorted(held - placed.keys())]
+            problem += [f"missing: {name}, which {index.name} places in {shard}" for name in sorted(names - held)]
+            problem += [f"unexpected: {name} in {shard}, not in {index.name}" for name in sorted(held - placed.keys())]
         else:
-            trouble = [f"{line}; it should hold {', '.join(sorted(names))}" for line in trouble]
-        problems += trouble
+            problem = [f"{line}; it should hold {', '.join(sorted(names))}" for line in problem]
+        problems += problem
         lost |= names ^ held
         tensors += [tensor for tensor in found if tensor.name in placed]
     return Listing(tuple(tensors), tuple(problems), frozenset(lost))
@@ -43,22 +43,27 @@ def list_tensors(directory: Path, stem: str) -> Listing:
 def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
     """Tensor names to the shards that hold them, and what is wrong with the index."""
     try:
-        content, repeated = _parse(index.read_bytes())
-    except (ValueError, RecursionError) as error:
-        return {}, [f"not JSON: {index.name}: {error}"]
+        content, repeated = parse_file(index)
+    except ValueError as error:
+        return {}, [str(error)]
     placed = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(placed, dict) or not placed:
         return {}, [f"wrong index: {index.name}: expected an object weight_map from tensor names to file names"]
     problems = [f"twice: {name} in {index.name}" for name in repeated]
-    outside = [name for name, shard in placed.items() if not isinstance(shard, str) or Path(shard).name != shard]
+    outside = [name for name, shard in placed.items() if not _is_file_name(shard)]
     problems += [f"wrong index: {index.name}: {name}: expected a file name, got {placed[name]!r}" for name in outside]
-    return {name: shard for name, shard in placed.items() if name not in outside}, problems
+    return {name: shard for name, shard in placed.items() if name not in set(outside)}, problems
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether a shard's name stays in the index's own directory (a file there may still be a link, as in hub caches)."""
+    return isinstance(value, str) and value.strip(". ") != "" and not set(value) & set("/\\\0")
 
 
 def _read_header(path: Path) -> tuple[list[Stored], list[str]]:
     """The tensors of one file, and what is wrong with it; safetensors checks that offsets and sizes fit the file."""
-    if not path.is_file():
-        return [], [f"absent: {path.name}"]
+    if problem := trouble(path):
+        return [], [problem]
     try:
         # The file stays mapped as long as one of its tensors may be read.
         file = safe_open(path, framework="numpy")
@@ -68,37 +73,9 @@ def _read_header(path: Path) -> tuple[list[Stored], list[str]]:
             read = functools.partial(file.get_tensor, name)
             found.append(Stored(name, tuple(header.get_shape()), header.get_dtype(), path.name, read))
         with path.open("rb") as raw:
-            _, repeated = _parse(raw.read(int.from_bytes(raw.read(8), "little")))
+            _, repeated = parse_json(raw.read(int.from_bytes(raw.read(8), "little")))
     except (SafetensorError, OSError, ValueError) as error:
         return [], [f"truncated or altered: {path.name} ({path.stat().st_size:,} bytes): {error}"]
     if not found:
         return [], [f"empty: {path.name} holds no tensors"]
     return found, [f"twice: {name} in {path.name}" for name in repeated]
-
-
-def _parse(data: bytes) -> tuple[Any, list[str]]:
-    """A JSON value, and the keys that stand twice in one object (the last would win)."""
-    repeated: list[str] = []
-
-    def make(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = collections.Counter(key for key, _ in pairs)
-        repeated.extend(key for key, count in counts.items() if count > 1)
-        return dict(pairs)
-
-    return json.loads(data, object_pairs_hook=make), repeated
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
-
-    Raises:
-        CheckpointError: it is no JSON object.
-        OSError: it cannot be read.
-    """
-    try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, [f"not JSON: {error}"]) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(path, [f"expected a JSON object, got {type(value).__name__}"])
-    return value

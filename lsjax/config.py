@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 ROPE_TYPES = ("default", "linear", "llama3")
+_LARGEST_INT = 2**31 - 1  # sizes, ids and positions are int32 on devices
+_LARGEST_HEAD = 2**16  # rotary angles are made on the host, whatever the weights turn out to be
+_LARGEST_NUMBER = 1e30  # with its powers and quotients still in float32's range
 _THETA = 10000.0  # where a configuration names none
 
 # Entries of a rope dictionary by type, beside ``rope_type`` and ``rope_theta``.
@@ -95,6 +97,8 @@ class LlamaConfig:
         for name in _POSITIVE_INTS:
             if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected an int above 0, got {getattr(self, name)!r}")
+            if getattr(self, name) > _LARGEST_INT:
+                raise ValueError(f"{name}: expected at most {_LARGEST_INT}, got {getattr(self, name)}")
         if not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -104,6 +108,11 @@ class LlamaConfig:
             put("head_dim", self.hidden_size // self.num_attention_heads)
         if not _is_int(self.head_dim) or self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even int above 0, got {self.head_dim!r}")
+        if self.head_dim > _LARGEST_HEAD or self.head_dim * self.num_attention_heads > _LARGEST_INT:
+            raise ValueError(
+                f"head_dim: expected at most {_LARGEST_HEAD}, and {_LARGEST_INT} over all heads, "
+                f"got {self.head_dim} for {self.num_attention_heads}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -111,7 +120,7 @@ class LlamaConfig:
             )
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             value = getattr(self, name)
-            if not _is_number(value) or value <= 0:
+            if not _is_number(value) or value < 1 / _LARGEST_NUMBER:
                 raise ValueError(f"{name}: expected a number above 0, got {value!r}")
             put(name, float(value))
         for name in ("attention_bias", "mlp_bias", "tie_word_embeddings"):
@@ -129,6 +138,8 @@ class LlamaConfig:
             value = getattr(self, name)
             if value is not None and not _is_int(value):
                 raise ValueError(f"{name}: expected an int or None, got {value!r}")
+            if value is not None and value > _LARGEST_INT:
+                raise ValueError(f"{name}: expected at most {_LARGEST_INT}, got {value}")
             if value is not None and value < 0:  # some checkpoints write -1 for "none"
                 put(name, None)
 
@@ -191,7 +202,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """
     if value is None:
         return ()
-    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1)
+    several = isinstance(value, Iterable) and not isinstance(value, str | Mapping) and getattr(value, "ndim", 1)
     ids: tuple[Any, ...] = tuple(value) if several else (value,)
     try:
         found = tuple(operator.index(token) for token in ids if not isinstance(token, bool))
@@ -207,7 +218,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST_NUMBER
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -252,7 +263,7 @@ def _read_rope(rope: Any, outer_theta: float | None, max_position_embeddings: in
     old_type, rope_type = entries.pop("type", None), entries.pop("rope_type", None)
     if None not in (old_type, rope_type) and old_type != rope_type:
         raise ValueError(f"rope parameters contradict themselves: type {old_type!r} and rope_type {rope_type!r}")
-    rope_type = rope_type or old_type or "default"
+    rope_type = next((value for value in (rope_type, old_type) if value is not None), "default")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}")
     inner_theta = entries.pop("rope_theta", None)

@@ -114,7 +114,8 @@ def test_absent_entries_have_llama_cpps_defaults_and_every_end_of_a_turn_stops(s
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count: expected the heads' size 8, got 4"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
         ({"llama.block_count": "two"}, "num_hidden_layers: expected an int above 0, got 'two'"),
-        ({"llama.block_count": 2**31}, "2147483648 layers in the configuration, 21 tensors in the files"),
+        ({"llama.block_count": 2**31}, "num_hidden_layers: expected at most 2147483647, got 2147483648"),
+        ({"llama.block_count": 2**31 - 1}, "2147483647 layers in the configuration, 21 tensors in the files"),
         ({"llama.attention.head_count": [6, 6]}, r"num_attention_heads: expected an int above 0, got \[6, 6\]"),
         ({"llama.embedding_length": 2**31 - 8}, "wrong shape: token_embd.weight"),
     ],
@@ -134,14 +135,14 @@ def test_rope_factors_are_refused_and_other_tensors_listed(small, tmp_path):
     tensors["blk.0.ffn_gate_inp.weight"] = tensors.pop("blk.0.ffn_gate.weight")
     tensors["blk.1.ffn_norm.weight"] = np.ones(47, np.float32)
     tensors["output_norm.weight"] = np.ones(48, np.int32)
-    tensors["blk.1.attn_norm.weight"] = np.ones(48, np.float64)
+    tensors["blk.1.attn_norm.weight"] = np.ones(48, np.int8)
     write_gguf(tmp_path / "b.gguf", gguf_metadata(small.config), tensors)
     with pytest.raises(CheckpointError) as error:
         load(tmp_path / "b.gguf")
     assert sorted(error.value.problems) == [
         "missing: blk.0.ffn_gate.weight [80, 48]",
         "unexpected: blk.0.ffn_gate_inp.weight [80, 48] in b.gguf",
-        "wrong dtype: blk.1.attn_norm.weight in b.gguf: expected F16, BF16, F32, F64, got ggml F64",
+        "wrong dtype: blk.1.attn_norm.weight in b.gguf: expected F16, BF16, F32, F64, got ggml I8",
         "wrong dtype: output_norm.weight in b.gguf: expected F16, BF16, F32, F64, got ggml I32",
         "wrong shape: blk.1.ffn_norm.weight in b.gguf: expected [48], got [47]",
     ]
@@ -182,12 +183,12 @@ def test_a_damaged_length_allocates_nothing(small, tmp_path):
             path.write_bytes(whole[:where] + length.to_bytes(8, "little") + whole[where + 8 :])
             with pytest.raises(CheckpointError, match="truncated or altered"):
                 load(path)
-        assert tracemalloc.get_traced_memory()[1] < 10e6
+        assert tracemalloc.get_traced_memory()[1] < 10 * len(whole)
     finally:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", b"PK\x03\x04" * 20, b"GGUF\x07\0\0\0" + bytes(40)])
+@pytest.mark.parametrize("content", [b"GG", b"GGUF", b"PK\x03\x04" * 20, b"GGUF\x07\0\0\0" + bytes(40)])
 def test_a_file_that_is_no_gguf_is_refused(content, tmp_path):
     (tmp_path / "model.gguf").write_bytes(content)
     with pytest.raises(CheckpointError, match="not GGUF, truncated or altered"):
