@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from lsjax.convert.assemble import CheckpointError
+from lsjax.convert.checkpoint import CheckpointError
 
 _LFS = b"version https://git-lfs.github.com/spec/"  # how a git-lfs pointer begins
 _JSON_BYTES = 100_000_000  # as many as safetensors allows a header
@@ -21,6 +21,11 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
+
+
+def is_there(path: Path) -> bool:
+    """Whether a directory has an entry of this name, whatever it is; a link to nothing is one."""
+    return path.is_symlink() or path.exists()
 
 
 def trouble(path: Path) -> str | None:

@@ -11,19 +11,20 @@ import jax
 import numpy as np
 from safetensors.numpy import save_file
 
-from lsjax.convert.assemble import assemble
-from lsjax.convert.huggingface import read_config
+from lsjax.convert.checkpoint import Checkpoint
+from lsjax.convert.huggingface import with_config
 from lsjax.convert.names import FLAX
 from lsjax.convert.shards import list_tensors
 from lsjax.params import Params, flatten
 
 STEM = "params"  # of the weights' files
+WEIGHTS = f"{STEM}.safetensors"
 SHARD_BYTES = 5 * 10**9  # one shard is on the host at a time
 
 
-def load(directory: Path, dtype: Any = None, progress: bool | None = None) -> Params:
-    """The model in a directory that ``write`` filled; arguments and errors as of ``huggingface.load``."""
-    return assemble(directory, read_config(directory), list_tensors(directory, STEM), FLAX, dtype, progress)
+def describe(directory: Path) -> Checkpoint:
+    """The checkpoint that ``write`` wrote."""
+    return with_config(directory, "lsjax", FLAX, list_tensors(directory, WEIGHTS))
 
 
 def write(params: Params, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 
 from lsjax.config import LlamaConfig, RopeScaling
-from lsjax.convert.assemble import CheckpointError, Listing, Stored, assemble
-from lsjax.convert.gguf_header import Header, read_header
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored, read_array
+from lsjax.convert.gguf_header import Header, TensorInfo, read_header
 from lsjax.convert.names import GGUF
-from lsjax.params import Params
 
 # Metadata under "llama." that `_config` reads ...
 _USED = {
@@ -43,23 +42,20 @@ _HARMLESS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "
 _OFF = {"expert_count", "expert_used_count", "attention.sliding_window"}  # harmless when 0
 
 
-def load(path: Path, dtype: Any = None, progress: bool | None = None) -> Params:
-    """The Llama in a GGUF file.
-
-    Args:
-        path: the file.
-        dtype: a floating dtype for all weights; None: float32, whatever the file stores.
-        progress: whether to show a bar; None: on a terminal.
+def describe(path: Path) -> Checkpoint:
+    """The checkpoint in a GGUF file; its tensors read as float32, whatever the file stores.
 
     Raises:
-        CheckpointError: not a whole GGUF file; another architecture; an entry of the metadata that lsjax does not
-            compute, by name; or tensors that are missing or do not fit.
+        CheckpointError: not a whole GGUF file. Another architecture, and entries of the metadata that lsjax does not
+            compute, are among the checkpoint's problems, by name.
         ImportError: the ``gguf`` package is not installed.
     """
     header = read_header(path)
     listing = _list_tensors(header, path)
-    config = _config(header.metadata, listing, path)
-    return assemble(path, config, listing, GGUF, np.dtype(np.float32) if dtype is None else dtype, progress)
+    try:
+        return Checkpoint(path, "gguf", GGUF, listing, _config(header.metadata, listing, path))
+    except CheckpointError as error:
+        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -79,39 +75,37 @@ def _list_tensors(header: Header, path: Path) -> Listing:
         raise ImportError("GGUF tensors are read through the gguf package: pip install 'lsjax[demo]'") from error
 
     tensors, problems = [], []
-    end = 0  # of the last tensor; None after one whose size is not known
+    end: int | None = 0  # of the last tensor; None after one whose size is not known
     for info in header.tensors:
-        if end is not None:
-            expected = -(-end // header.alignment) * header.alignment
-            if info.offset != expected:
-                problems.append(f"wrong offset: {info.name} in {path.name}: expected {expected:,}, got {info.offset:,}")
+        expected = None if end is None else -(-end // header.alignment) * header.alignment
+        if expected is not None and info.offset != expected:
+            problems.append(f"wrong offset: {info.name} in {path.name}: expected {expected:,}, got {info.offset:,}")
         try:
             kind = gguf.GGMLQuantizationType(info.kind)
-        except ValueError:
-            problems.append(f"wrong dtype: {info.name} in {path.name}: ggml has no type {info.kind}")
-            end = None
+        except ValueError:  # refused by this name; where the next tensor starts is not known
+            read, end = functools.partial(np.empty, info.shape), None
+            tensors.append(Stored(info.name, info.shape, f"ggml type {info.kind}", path.name, read))
             continue
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        size = math.prod(info.shape) // block * block_bytes
-        end = info.offset + size
+        end = info.offset + math.prod(info.shape) // block * block_bytes
         if info.shape[-1] % block:
             rows = f"rows of a multiple of {block} for {kind.name}"
             problems.append(f"wrong shape: {info.name} in {path.name}: expected {rows}, got {list(info.shape)}")
-        elif end > len(header.data):
-            end_of_file = f"expected {end:,} bytes of data, got {len(header.data):,}"
-            problems.append(f"truncated or altered: {info.name} in {path.name}: {end_of_file}")
-        read = functools.partial(_read, header.data[info.offset : end], kind, info.shape)
+        elif header.start + end > header.size:
+            sizes = f"expected {header.start + end:,} bytes, got {header.size:,}"
+            problems.append(f"truncated or altered: {info.name} in {path.name}: {sizes}")
+        read = functools.partial(_read, path, header.start + info.offset, info, kind)
         tensors.append(Stored(info.name, info.shape, _dtype_of(kind), path.name, read))
     return Listing(tuple(tensors), tuple(problems))
 
 
 @functools.cache
 def _dtype_of(kind: Any) -> str:
-    """What a ggml type is read as, or the name of one that the package does not dequantize."""
+    """``F32``, which all types are read as, or the name of one that the package does not dequantize."""
     import gguf
 
     if kind == gguf.GGMLQuantizationType.F64:
-        return "F64"
+        return "F32"
     try:
         gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
     except NotImplementedError:
@@ -119,15 +113,21 @@ def _dtype_of(kind: Any) -> str:
     return "F32"
 
 
-def _read(data: memoryview, kind: Any, shape: tuple[int, ...]) -> np.ndarray:
+def _read(path: Path, offset: int, info: TensorInfo, kind: Any) -> np.ndarray:
     import gguf
 
-    stored = np.frombuffer(data, np.uint8)
     if kind == gguf.GGMLQuantizationType.F64:
-        return stored.view(np.float64).reshape(shape)
+        stored = read_array(path, offset, info.shape, np.dtype(np.float64))
+        with np.errstate(over="ignore"):
+            values = stored.astype(np.float32)
+        if np.isinf(values).sum() > np.isinf(stored).sum():
+            raise CheckpointError(path, [f"out of range: {info.name} holds numbers beyond the range of float32"])
+        return values
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
     with np.errstate(all="ignore"):  # of scales that are not finite; the numbers are the file's
-        rows = stored.reshape(*shape[:-1], -1)
-        return gguf.dequantize(rows, kind).astype(np.float32, copy=False).reshape(shape)
+        values = gguf.dequantize(read_array(path, offset, rows, np.dtype(np.uint8)), kind)
+    return values.astype(np.float32, copy=False).reshape(info.shape)
 
 
 def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaConfig:

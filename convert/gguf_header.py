@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lsjax.convert.assemble import CheckpointError
+from lsjax.convert.checkpoint import CheckpointError
 from lsjax.convert.files import trouble
 
 # The value types of the metadata by number, as struct's formats; and two that are not of one size.
@@ -55,13 +55,15 @@ class Header:
         metadata: ``{"general.architecture": "llama", ...}``; arrays are lists.
         tensors: in the file's order.
         alignment: a power of two, of which every tensor's offset is a multiple.
-        data: the tensors' data, mapped.
+        start: where the tensors' data begin in the file.
+        size: bytes of the file.
     """
 
     metadata: dict[str, Any]
     tensors: tuple[TensorInfo, ...]
     alignment: int
-    data: memoryview
+    start: int
+    size: int
 
 
 def read_header(path: Path) -> Header:
@@ -157,7 +159,7 @@ def _read(cursor: _Cursor) -> Header:
     if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
         raise ValueError(f"general.alignment: expected a power of two, got {_short(repr(alignment))}")
     start = -(-cursor.place // alignment) * alignment
-    return Header(metadata, tuple(tensors), alignment, cursor.data[start:])
+    return Header(metadata, tuple(tensors), alignment, start, len(cursor.data))
 
 
 def _value(cursor: _Cursor, name: str) -> Any:

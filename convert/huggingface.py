@@ -1,4 +1,4 @@
-"""A model directory in Hugging Face layout: ``config.json`` and safetensors, in one file or in shards."""
+"""A model directory in Hugging Face layout: ``config.json``, perhaps ``generation_config.json``, and the weights."""
 
 from __future__ import annotations
 
@@ -6,41 +6,35 @@ from pathlib import Path
 from typing import Any
 
 from lsjax.config import LlamaConfig
-from lsjax.convert.assemble import CheckpointError, assemble
-from lsjax.convert.files import read_json
-from lsjax.convert.names import HUGGINGFACE
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Format, Listing
+from lsjax.convert.files import is_there, read_json
+from lsjax.convert.names import HUGGINGFACE, Table
 from lsjax.convert.shards import list_tensors
-from lsjax.params import Params
 
-STEM = "model"  # of the weights' files
-
-
-def read_config(directory: Path) -> LlamaConfig:
-    """The configuration in ``config.json``, with the special token ids of ``generation_config.json``.
-
-    Raises:
-        CheckpointError: a file is absent or no JSON object, or does not describe a Llama that lsjax computes.
-    """
-    config = read_json(directory / "config.json")
-    generation = directory / "generation_config.json"
-    special = read_json(generation) if generation.exists() or generation.is_symlink() else None
-    try:
-        return LlamaConfig.from_dict(config, special)
-    except (ValueError, TypeError) as error:
-        raise CheckpointError(directory, [f"config.json: {error}"]) from error
+WEIGHTS = "model.safetensors"  # or the shards that an index of this name places
 
 
-def load(directory: Path, dtype: Any = None, progress: bool | None = None) -> Params:
-    """The model in a directory.
+def describe(directory: Path) -> Checkpoint:
+    """The checkpoint of ``model.safetensors``, or of ``model.safetensors.index.json`` and its shards."""
+    return with_config(directory, "safetensors", HUGGINGFACE, list_tensors(directory, WEIGHTS))
 
-    Args:
-        directory: holds ``config.json``, perhaps ``generation_config.json``, and ``model.safetensors`` or
-            ``model.safetensors.index.json`` with its shards.
-        dtype: a floating dtype for all weights; None: each as stored.
-        progress: whether to show a bar; None: on a terminal.
 
-    Raises:
-        CheckpointError: names everything that is missing or does not fit.
-    """
-    config = read_config(directory)
-    return assemble(directory, config, list_tensors(directory, STEM), HUGGINGFACE, dtype, progress)
+def with_config(directory: Path, kind: Format, table: Table, listing: Listing) -> Checkpoint:
+    """A listing together with what the directory's JSON files say of the model; problems are kept, not raised."""
+    found: dict[str, dict[str, Any]] = {}
+    problems = []
+    for name in ("config.json", "generation_config.json"):
+        if name != "config.json" and not is_there(directory / name):
+            continue
+        try:
+            found[name] = read_json(directory / name)
+        except CheckpointError as error:
+            problems += error.problems
+    entries, generation = found.get("config.json", {}), found.get("generation_config.json", {})
+    config = None
+    if not problems:
+        try:
+            config = LlamaConfig.from_dict(entries, generation)
+        except (ValueError, TypeError) as error:
+            problems.append(f"config.json: {error}")
+    return Checkpoint(directory, kind, table, listing, config, tuple(problems), entries, generation)

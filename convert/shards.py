@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from lsjax.convert.assemble import Listing, Stored
-from lsjax.convert.files import parse_file, parse_json, trouble
+from lsjax.convert.checkpoint import DTYPES, Listing, Stored, read_array
+from lsjax.convert.files import is_there, parse_file, parse_json, trouble
+
+ReadHeader = Callable[[Path], tuple[list[Stored], list[str]]]  # the tensors of a file, and what is wrong with it
 
 
-def list_tensors(directory: Path, stem: str) -> Listing:
-    """What ``{stem}.safetensors`` holds, or the shards that ``{stem}.safetensors.index.json`` names.
+def list_tensors(directory: Path, weights: str, read_header: ReadHeader | None = None) -> Listing:
+    """What the file ``weights`` holds, or where ``{weights}.index.json`` is, the shards that it names.
 
-    A single file wins over an index beside it, as in transformers. No data is read; problems are listed, not raised.
+    The index decides, so a single file beside it counts only if the index names it. No data is read; problems are
+    listed, not raised.
     """
-    single, index = directory / f"{stem}.safetensors", directory / f"{stem}.safetensors.index.json"
-    if single.is_file() or not index.is_file():
-        found, problems = _read_header(single)
+    single, index = directory / weights, directory / f"{weights}.index.json"
+    read_header = read_header or read_safetensors_header
+    if not is_there(index):
+        found, problems = read_header(single)
         return Listing(tuple(found), tuple(problems))
     placed, problems = _read_index(index)
     shards: dict[str, set[str]] = {}
@@ -27,7 +33,7 @@ def list_tensors(directory: Path, stem: str) -> Listing:
     tensors: list[Stored] = []
     lost: set[str] = set()
     for shard, names in sorted(shards.items()):
-        found, problem = _read_header(directory / shard)
+        found, problem = read_header(directory / shard)
         held = {tensor.name for tensor in found}
         if found:
             problem += [f"missing: {name}, which {index.name} places in {shard}" for name in sorted(names - held)]
@@ -56,24 +62,27 @@ def _read_index(index: Path) -> tuple[dict[str, str], list[str]]:
 
 
 def _is_file_name(value: object) -> bool:
-    """Whether a shard's name stays in the index's own directory (a file there may still be a link, as in hub caches)."""
+    """Whether a shard's name stays in the index's directory (what is there may be a link, as in the hub's cache)."""
     return isinstance(value, str) and value.strip(". ") != "" and not set(value) & set("/\\\0")
 
 
-def _read_header(path: Path) -> tuple[list[Stored], list[str]]:
+def read_safetensors_header(path: Path) -> tuple[list[Stored], list[str]]:
     """The tensors of one file, and what is wrong with it; safetensors checks that offsets and sizes fit the file."""
     if problem := trouble(path):
         return [], [problem]
     try:
-        # The file stays mapped as long as one of its tensors may be read.
-        file = safe_open(path, framework="numpy")
-        found = []
-        for name in list(file.keys()):
-            header = file.get_slice(name)
-            read = functools.partial(file.get_tensor, name)
-            found.append(Stored(name, tuple(header.get_shape()), header.get_dtype(), path.name, read))
+        with safe_open(path, framework="numpy"):
+            pass  # checked; but what it reads stays in memory with the mapped file, so tensors are read by offset
         with path.open("rb") as raw:
-            _, repeated = parse_json(raw.read(int.from_bytes(raw.read(8), "little")))
+            size = int.from_bytes(raw.read(8), "little")
+            header, repeated = parse_json(raw.read(size))
+        header.pop("__metadata__", None)
+        found = []
+        for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            shape, dtype = tuple(entry["shape"]), entry["dtype"]
+            offset = 8 + size + entry["data_offsets"][0]
+            read = functools.partial(read_array, path, offset, shape, DTYPES.get(dtype, np.dtype(np.uint8)))
+            found.append(Stored(name, shape, dtype, path.name, read))
     except (SafetensorError, OSError, ValueError) as error:
         return [], [f"truncated or altered: {path.name} ({path.stat().st_size:,} bytes): {error}"]
     if not found:

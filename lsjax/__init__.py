@@ -1,7 +1,7 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
 from lsjax.config import LlamaConfig, RopeScaling
-from lsjax.convert.assemble import CheckpointError
+from lsjax.convert.checkpoint import CheckpointError
 from lsjax.decode.generate import GenerateOutput, generate, prefill
 from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
 from lsjax.decode.state import DecodeState, Plan, Stats

@@ -2,13 +2,15 @@
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from checkpoints import assert_same_arrays, model_config, random_model, write_config, write_plain, write_shards
 from safetensors.numpy import load_file, save_file
 
-from lsjax.convert.assemble import CheckpointError, Listing, Stored, assemble
+from lsjax.convert.assemble import assemble
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored
 from lsjax.convert.names import HUGGINGFACE
 from lsjax.io import load
 
@@ -221,8 +223,9 @@ def test_no_data_is_read_when_a_header_is_wrong():
         raise AssertionError
 
     config = model_config(num_hidden_layers=1)
+    listing = Listing((Stored("model.norm.weight", (48,), "F32", "f", read),))
     with pytest.raises(CheckpointError, match=r"missing: lm_head\.weight \[131, 48\]"):
-        assemble("x", config, Listing((Stored("model.norm.weight", (48,), "F32", "f", read),)), HUGGINGFACE)
+        assemble(Checkpoint(Path("x"), "safetensors", HUGGINGFACE, listing, config))
 
 
 def test_damaged_files_are_refused_or_load(checkpoint):

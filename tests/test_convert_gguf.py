@@ -10,7 +10,7 @@ from checkpoints import assert_same_arrays, gguf_metadata, gguf_tensors, random_
 
 import lsjax
 from lsjax.convert import names
-from lsjax.convert.assemble import CheckpointError
+from lsjax.convert.checkpoint import CheckpointError
 from lsjax.io import load
 from lsjax.params import flatten
 

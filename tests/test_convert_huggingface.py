@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import weakref
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +16,9 @@ from safetensors.numpy import save_file
 from support import LLAMA3_ROPE, transformers_model
 
 import lsjax
-from lsjax.convert import huggingface
-from lsjax.convert.assemble import Listing, Stored, assemble
+from lsjax.convert.assemble import assemble
+from lsjax.convert.checkpoint import Checkpoint, Listing, Stored
+from lsjax.convert.formats import open_checkpoint
 from lsjax.convert.names import FLAX, GGUF, HUGGINGFACE, source_shape
 from lsjax.io import load
 from lsjax.params import abstract_tree, flatten
@@ -151,7 +153,7 @@ def test_one_tensor_at_a_time_is_in_memory(monkeypatch):
         name, transform = HUGGINGFACE.from_flax(path)
         shape = source_shape(transform, leaf.shape)
         stored.append(Stored(name, shape, "F32", "file", lambda shape=shape: read(shape)))
-    assemble("x", config, Listing(tuple(stored)), HUGGINGFACE)
+    assemble(Checkpoint(Path("x"), "safetensors", HUGGINGFACE, Listing(tuple(stored)), config))
     assert alive == [0] * len(stored)
     assert len(read_before) == 2 * len(stored)
 
@@ -185,7 +187,7 @@ def test_listing_a_checkpoint_of_real_size_is_quick(tmp_path):
             out.write(len(data).to_bytes(8, "little") + data)
             out.truncate(8 + len(data) + offset[file])
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
-    listing = huggingface.list_tensors(tmp_path, "model")
+    listing = open_checkpoint(tmp_path).listing
     assert not listing.problems
     assert {tensor.name: tensor.where for tensor in listing.tensors} == placed
     assert sum(math.prod(tensor.shape) for tensor in listing.tensors) > 60e9

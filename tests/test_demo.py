@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import lsjax
-from lsjax import io
+from lsjax import sources
 from lsjax.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.demo
@@ -42,7 +42,7 @@ def torch_model():
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForCausalLM
 
-    path = io.locate("demo")
+    path = sources.locate("demo")
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 

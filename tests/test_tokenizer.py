@@ -10,8 +10,9 @@ import pytest
 from checkpoints import gguf_metadata, gguf_tensors, random_model, write_gguf, write_plain
 
 from lsjax.convert import gguf as gguf_format
-from lsjax.convert.assemble import CheckpointError
-from lsjax.io import locate, save
+from lsjax.convert.checkpoint import CheckpointError
+from lsjax.io import save
+from lsjax.sources import locate
 from lsjax.text.tokenizer import load_tokenizer
 
 pytest.importorskip("gguf")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from lsjax.convert import gguf
-from lsjax.convert.assemble import CheckpointError
-from lsjax.io import TOKENIZER_FILES, locate
+from lsjax.convert.checkpoint import CheckpointError
+from lsjax.sources import TOKENIZER_FILES, locate
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerFast
