@@ -48,9 +48,7 @@ def trouble(path: Path) -> str | None:
     if start.startswith(_LFS):
         size = re.search(rb"^size (\d{1,18})$", start, re.MULTILINE)
         of = f" of {int(size[1]):,} bytes" if size else ""
-        return (
-            f"git-lfs pointer: {path.name} only names a file{of}: run `git lfs pull` in the clone, or give the hub id"
-        )
+        return f"git-lfs pointer: {path.name} only names contents{of}: run `git lfs pull` in the clone"
     return None
 
 
