@@ -6,6 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping
@@ -14,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from lsjax.config import LlamaConfig, RopeScaling
+from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored, read_array
 from lsjax.convert.gguf_header import Header, TensorInfo, read_header
+from lsjax.convert.gguf_rope import decimal, read_rope_scaling
 from lsjax.convert.names import GGUF
 
 # Metadata under "llama." that `_config` reads ...
@@ -35,10 +37,14 @@ _USED = {
     "rope.scale_linear",
     "rope.scaling.type",
     "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "vocab_size",
 }
 # ... and that changes nothing of what the model computes. Whatever else there is gets refused.
-_HARMLESS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
+_HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout"}
 _OFF = {"expert_count", "expert_used_count", "attention.sliding_window"}  # harmless when 0
 
 
@@ -151,8 +157,6 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
         for name, value in entries.items()
         if name not in _USED | _HARMLESS
     ]
-    if "rope_freqs.weight" in shapes:
-        problems.append("rope_freqs.weight: rope factors (Llama 3.1's scaling) are not supported in GGUF")
     head_dim = entries.get("attention.key_length", entries.get("rope.dimension_count", 0))
     for name in ("attention.value_length", "rope.dimension_count"):
         if entries.get(name, head_dim) != head_dim:
@@ -160,7 +164,7 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
     if problems:
         raise CheckpointError(path, problems)
     try:
-        return LlamaConfig(
+        config = LlamaConfig(
             vocab_size=shapes.get("token_embd.weight", (entries.get("vocab_size", 0),))[0],
             hidden_size=entries["embedding_length"],
             intermediate_size=entries["feed_forward_length"],
@@ -169,9 +173,8 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
             num_key_value_heads=entries.get("attention.head_count_kv", 0),
             head_dim=head_dim,
             max_position_embeddings=entries["context_length"],
-            rms_norm_eps=_decimal(entries["attention.layer_norm_rms_epsilon"]),
-            rope_theta=_decimal(entries.get("rope.freq_base", 10000.0)),
-            rope_scaling=_rope_scaling(entries),
+            rms_norm_eps=decimal(entries["attention.layer_norm_rms_epsilon"]),
+            rope_theta=decimal(entries.get("rope.freq_base", 10000.0)),
             attention_bias="blk.0.attn_q.bias" in shapes,
             mlp_bias="blk.0.ffn_up.bias" in shapes,
             tie_word_embeddings="output.weight" not in shapes,
@@ -179,18 +182,9 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
             eos_token_id=_stops(metadata),
             pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
         )
+        return dataclasses.replace(config, rope_scaling=read_rope_scaling(entries, listing, config))
     except (ValueError, TypeError) as error:
         raise CheckpointError(path, [f"metadata: {error}"]) from error
-
-
-def _rope_scaling(entries: Mapping[str, Any]) -> RopeScaling | None:
-    kind = entries.get("rope.scaling.type", "linear")  # as llama.cpp reads it
-    factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 1.0))
-    if kind == "none" or (kind == "linear" and factor in (0, 1)):  # llama.cpp reads 0 as "no scaling"
-        return None
-    if kind != "linear":
-        raise ValueError(f"llama.rope.scaling.type: expected 'none' or 'linear', got {kind!r}")
-    return RopeScaling(rope_type="linear", factor=_decimal(factor))
 
 
 def _stops(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -198,11 +192,3 @@ def _stops(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     names = ("eos", "eot", "eom")
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
-
-
-def _decimal(value: Any) -> Any:
-    """A float32 of the metadata as the decimal that was meant: 1e-5, not 9.999999747378752e-06."""
-    if not isinstance(value, float):
-        return value
-    with np.errstate(over="ignore"):
-        return float(str(np.float32(value)))

@@ -47,24 +47,65 @@ def random_params(config: lsjax.LlamaConfig, seed: int, *, deep_from: int | None
     return lsjax.Params(config, unflatten(drawn))
 
 
-def frequencies(config: lsjax.LlamaConfig) -> np.ndarray:
-    """Rotary frequencies in float64, written from the definitions in the papers."""
-    plain = config.rope_theta ** (-np.arange(0, config.head_dim, 2) / config.head_dim)
+def frequencies(config: lsjax.LlamaConfig, positions: Any = 0, length: int = 1) -> np.ndarray:
+    """Rotary frequencies at integer positions ``[...]`` of a text of this length, from the definitions in the papers.
+
+    float64 ``[..., head_dim / 2]``; only dynamic NTK's depend on the position, only longrope's on the length.
+    """
+    index = np.arange(config.head_dim // 2)
+    plain = config.rope_theta ** (-2 * index / config.head_dim)
+    plain = np.broadcast_to(plain, (*np.shape(positions), len(index)))
     scaling: Any = config.rope_scaling
     if scaling is None:
         return plain
     if scaling.rope_type == "linear":
         return plain / scaling.factor
+    if scaling.rope_type == "dynamic":  # theta grows by s^(d / (d - 2)), s = factor * n / trained - (factor - 1)
+        so_far = np.maximum(np.asarray(positions, np.float64) + 1, config.max_position_embeddings)[..., None]
+        grown = scaling.factor * so_far / config.max_position_embeddings - (scaling.factor - 1)
+        theta = config.rope_theta * grown ** (config.head_dim / (config.head_dim - 2))
+        return theta ** (-2 * index / config.head_dim)
+    if scaling.rope_type == "longrope":
+        long = length > scaling.original_max_position_embeddings
+        return plain / np.array(scaling.long_factor if long else scaling.short_factor)
+    if scaling.rope_type == "yarn":
+        # The channel that turns n times in the original length solves original * theta^(-2 i / d) = 2 pi n.
+        turns = np.array([scaling.beta_fast, scaling.beta_slow])
+        ends = np.log(scaling.original_max_position_embeddings / (2 * np.pi * turns)) / np.log(config.rope_theta)
+        first, last = ends * config.head_dim / 2
+        if scaling.truncate:
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, config.head_dim - 1)
+        stretched = np.clip((index - first) / (last - first), 0, 1)
+        return plain * (1 - stretched) + plain / scaling.factor * stretched
     turns = scaling.original_max_position_embeddings * plain / (2 * np.pi)  # in the original length
     blend = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0, 1)
     return blend * plain + (1 - blend) * plain / scaling.factor
 
 
-class NumpyLlama:
-    """A Llama in NumPy float64: no cache, no blocks, no exits; keys repeated for their query heads."""
+def attention_factor(config: lsjax.LlamaConfig) -> float:
+    """What queries and keys are both multiplied by: YaRN's 0.1 ln s + 1, LongRoPE's sqrt(1 + ln s / ln original)."""
+    scaling: Any = config.rope_scaling
+    if scaling is None or scaling.rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    log = np.log(scaling.factor)
+    if scaling.rope_type == "longrope":
+        return float(np.sqrt(1 + log / np.log(scaling.original_max_position_embeddings)))
+    if scaling.mscale and scaling.mscale_all_dim:
+        return float((1 + 0.1 * scaling.mscale * log) / (1 + 0.1 * scaling.mscale_all_dim * log))
+    return float(0.1 * log + 1)
 
-    def __init__(self, params: lsjax.Params) -> None:
-        self.config = params.config
+
+class NumpyLlama:
+    """A Llama in NumPy float64: no cache, no blocks, no exits; keys repeated for their query heads.
+
+    ``length`` is what texts may come to, for longrope; None: what is given.
+    """
+
+    def __init__(self, params: lsjax.Params, length: int | None = None) -> None:
+        self.config, self.length = params.config, length
         self.weights = {path: np.asarray(leaf, np.float64) for path, leaf in flatten(params.tree).items()}
 
     def linear(self, name: str, x: np.ndarray) -> np.ndarray:
@@ -76,10 +117,9 @@ class NumpyLlama:
 
     def rotate(self, x: np.ndarray) -> np.ndarray:
         """``[batch, length, heads, head_dim]`` as complex numbers of the two halves."""
-        half = self.config.head_dim // 2
-        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(
-            1j * np.arange(x.shape[1])[:, None] * frequencies(self.config)
-        )[:, None, :]
+        half, positions = self.config.head_dim // 2, np.arange(x.shape[1])
+        angles = positions[:, None] * frequencies(self.config, positions, self.length or x.shape[1])
+        turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None, :] * attention_factor(self.config)
         return np.concatenate([turned.real, turned.imag], axis=-1)
 
     def attention(self, name: str, x: np.ndarray) -> np.ndarray:

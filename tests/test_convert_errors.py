@@ -156,7 +156,7 @@ def test_a_name_that_stands_twice_in_a_header_is_named(checkpoint):
     ("changes", "message"),
     [
         ({"model_type": "mistral"}, "model_type: expected 'llama', got 'mistral'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 2.0}}, "rope_type 'mrope' is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'swish', got 'gelu'"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta is given twice and differs"),
     ],

@@ -76,22 +76,6 @@ def test_stored_types_are_dequantized_to_float32(kind, tmp_path):
     assert load(tmp_path / "model.gguf", "bfloat16").dtype == "bfloat16"
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}, ("linear", 4.0)),
-        ({"llama.rope.scale_linear": 2.0}, ("linear", 2.0)),
-        ({"llama.rope.scaling.type": "none", "llama.rope.scaling.factor": 4.0}, None),
-        ({"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0}, None),
-        ({"llama.expert_count": 0, "llama.rope.scaling.finetuned": True}, None),
-    ],
-)
-def test_rope_scaling_is_read(changes, expected, small, tmp_path):
-    write_gguf(tmp_path / "model.gguf", gguf_metadata(small.config, **changes), gguf_tensors(small))
-    scaling = load(tmp_path / "model.gguf").config.rope_scaling
-    assert (scaling and (scaling.rope_type, scaling.factor)) == expected
-
-
 def test_absent_entries_have_llama_cpps_defaults_and_every_end_of_a_turn_stops(small, tmp_path):
     absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
     changes = dict.fromkeys(f"llama.{name}" for name in absent)
@@ -107,7 +91,6 @@ def test_absent_entries_have_llama_cpps_defaults_and_every_end_of_a_turn_stops(s
     ("changes", "message"),
     [
         ({"general.architecture": "qwen2"}, "general.architecture: expected 'llama', got 'qwen2'"),
-        ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type: expected 'none' or 'linear', got 'yarn'"),
         ({"llama.expert_count": 8}, "llama.expert_count is not supported, got 8"),
         ({"llama.logit_scale": 0.5}, "llama.logit_scale is not supported, got 0.5"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window is not supported, got 64"),
@@ -126,12 +109,8 @@ def test_what_lsjax_does_not_compute_is_refused_by_name(changes, message, small,
         load(tmp_path / "model.gguf")
 
 
-def test_rope_factors_are_refused_and_other_tensors_listed(small, tmp_path):
+def test_tensors_that_do_not_fit_are_listed(small, tmp_path):
     tensors = gguf_tensors(small)
-    factors = {"rope_freqs.weight": np.ones(4, np.float32)}
-    write_gguf(tmp_path / "a.gguf", gguf_metadata(small.config), tensors | factors)
-    with pytest.raises(CheckpointError, match=r"rope_freqs\.weight: rope factors"):
-        load(tmp_path / "a.gguf")
     tensors["blk.0.ffn_gate_inp.weight"] = tensors.pop("blk.0.ffn_gate.weight")
     tensors["blk.1.ffn_norm.weight"] = np.ones(47, np.float32)
     tensors["output_norm.weight"] = np.ones(48, np.int32)

@@ -94,7 +94,7 @@ def generate(
     if capacity is not None:
         held = _check_capacity(capacity, width, longest + max_new_tokens)
     else:
-        held = bucket(width + max_new_tokens, _LEAST_CAPACITY) if eager else width + max_new_tokens
+        held = _choose_capacity(params.config, prompts, max_new_tokens, eager)
     _warn_beyond_trained_length(params.config, longest + max_new_tokens)
     rows = widen(prompts.tokens, min(bucket(width, _LEAST_PROMPT), held)) if eager else prompts.tokens
     found = _generate(params, rows, prompts.lengths, np.int32(max_new_tokens), eos, pad, plan, held)
@@ -185,7 +185,7 @@ def prefill(
     new = check_int("max_new_tokens", max_new_tokens, 1) if max_new_tokens is not None else None
     if capacity is None:
         new = _MAX_NEW_TOKENS if new is None else new
-        held = bucket(width + new, _LEAST_CAPACITY) if not is_traced(params, prompts) else width + new
+        held = _choose_capacity(params.config, prompts, new, not is_traced(params, prompts))
     else:
         held = _check_capacity(capacity, width, longest + (1 if new is None else new))
     _warn_beyond_trained_length(params.config, longest if new is None else longest + new)
@@ -209,7 +209,8 @@ def _prefill(
     cache = params.init_cache(batch, slots, plan.num_layers)
     with jax.named_scope("prefill"):
         if width > 1:
-            _, cache = params.run_layers(params.embed(tokens[:, :-1]), cache, 0, hi=plan.num_layers)
+            hidden = params.embed(tokens[:, :-1])
+            _, cache = params.run_layers(hidden, cache, 0, hi=plan.num_layers, capacity=capacity)
     tokens = jnp.where(jnp.arange(width) < lengths[:, None], tokens, pad)
     return DecodeState(
         tokens=jnp.full((batch, slots), pad, jnp.int32).at[:, :width].set(tokens),
@@ -270,7 +271,12 @@ def _continue_jit(
     write_at = jnp.where(given, start[:, None] + column, slots)
     with jax.named_scope("prefill"):
         _, cache = params.run_layers(
-            params.embed(unread), state.cache, start, hi=state.plan.num_layers, write_at=write_at
+            params.embed(unread),
+            state.cache,
+            start,
+            hi=state.plan.num_layers,
+            write_at=write_at,
+            capacity=state.capacity,
         )
     total = jnp.minimum(state.lengths + lengths, state.capacity)
     limits = jnp.full_like(total, state.capacity)
@@ -316,6 +322,26 @@ def _special_ids(config: LlamaConfig, eos_token_id: Any, pad_token_id: Any) -> t
     return eos, np.int32(pad)
 
 
+def _choose_capacity(config: LlamaConfig, prompts: Prompts, new: int, eager: bool) -> int:
+    """Enough for ``new`` tokens a row, in few sizes where eager; a size by itself never makes a short text a long one.
+
+    longrope turns texts that may come to more than its original length by other factors. A row must be what it is
+    alone, so rows on both sides of that length are refused (traced lengths are not seen: there the width decides).
+    """
+    needed = prompts.width + new
+    held = bucket(needed, _LEAST_CAPACITY) if eager else needed
+    boundary = config.short_length
+    if boundary is None or prompts.shortest + new > boundary:
+        return held
+    if needed > boundary:
+        raise ValueError(
+            f"tokens: rows that may come to {prompts.shortest + new} and to {needed} tokens (prompt, padding and new "
+            f"ones) lie on both sides of longrope's original_max_position_embeddings={boundary}, where the rotation "
+            f"changes: generate them apart, or give capacity= (above {boundary}: the long factors for every row)"
+        )
+    return min(held, boundary)
+
+
 def _check_capacity(capacity: Any, width: int, needed: int) -> int:
     capacity = check_int("capacity", capacity, 1)
     if capacity < max(width, needed):
@@ -327,9 +353,11 @@ def _check_capacity(capacity: Any, width: int, needed: int) -> int:
 
 def _warn_beyond_trained_length(config: LlamaConfig, length: int, callers: int = 1) -> None:
     """A warning that points at the user's own line, ``callers`` functions of this module up."""
-    if length > config.max_position_embeddings:
+    if length > config.trained_length:
+        dynamic = config.trained_length > config.max_position_embeddings
         warnings.warn(
             f"{length} tokens (prompt and new ones) exceed the length that the model was trained for, "
-            f"max_position_embeddings={config.max_position_embeddings}: expect worse text past it",
+            f"max_position_embeddings={config.max_position_embeddings}"
+            f"{' times the factor of its dynamic scaling' if dynamic else ''}: expect worse text past it",
             stacklevel=2 + callers,
         )

@@ -34,6 +34,11 @@ class Prompts(NamedTuple):
         """Tokens of the longest row, or the width where lengths are traced."""
         return self.width if is_traced(self.lengths) else int(self.lengths.max())
 
+    @property
+    def shortest(self) -> int:
+        """Tokens of the shortest row, or the width where lengths are traced."""
+        return self.width if is_traced(self.lengths) else int(self.lengths.min())
+
 
 def read_prompts(
     tokens: Any, prompt_lengths: Any, attention_mask: Any, config: LlamaConfig, *, least: int = 1

@@ -76,7 +76,8 @@ def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) 
     start, zero = state.lengths - 1, jnp.int32(0)
 
     def early(token, index, hidden, cache):
-        step, cache = params.run_layers(params.embed(token[:, None]), cache, start + index, hi=depth)
+        hidden_in = params.embed(token[:, None])
+        step, cache = params.run_layers(hidden_in, cache, start + index, hi=depth, capacity=state.capacity)
         return step, lax.dynamic_update_slice(hidden, step, (zero, index, zero)), cache
 
     def one(index, carry):
@@ -104,7 +105,12 @@ def verify(params: Params, state: DecodeState, drafted: Draft) -> Verification:
     exit_layer, num_layers = drafted.exit_layer, state.plan.num_layers
     with jax.named_scope("verify"):
         hidden, cache = params.run_layers(
-            drafted.hidden, state.cache[exit_layer:], state.lengths - 1, lo=exit_layer, hi=num_layers
+            drafted.hidden,
+            state.cache[exit_layer:],
+            state.lengths - 1,
+            lo=exit_layer,
+            hi=num_layers,
+            capacity=state.capacity,
         )
         return Verification(greedy(params.logits(hidden)), cache)
 

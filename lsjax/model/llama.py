@@ -145,6 +145,7 @@ class Llama(nn.Module):
         lo: int = 0,
         hi: int | None = None,
         write_at: jax.Array | None = None,
+        capacity: int | None = None,
     ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
         """Runs layers ``[lo, hi)``: a draft runs the first ones, its verification resumes at the exit.
 
@@ -155,6 +156,8 @@ class Llama(nn.Module):
             lo: the first layer, static.
             hi: one past the last layer, static; None: all.
             write_at: int32 ``[batch, length]``, slots to write to where they are not ``start, start + 1, …``.
+            capacity: static; tokens that the text may come to, by which longrope takes its short or long factors.
+                None: this length, or the cache's slots.
 
         Returns:
             the last of these layers' output ``[batch, length, hidden]`` and their caches, the new positions written
@@ -162,7 +165,9 @@ class Llama(nn.Module):
         """
         length = hidden.shape[1]
         positions = jnp.atleast_1d(start)[:, None] + jnp.arange(length)
-        angles = rotation(self.config, positions)
+        if capacity is None:
+            capacity = cache[0].key.shape[2] if cache else length
+        angles = rotation(self.config, positions, capacity)
         used = jnp.minimum(jnp.max(positions) + 1, cache[0].key.shape[2]) if cache else None
         where = start if write_at is None else write_at
         layers = self.layers[lo:hi]
