@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
 from lsjax.config import LlamaConfig
+from lsjax.convert.cast import cast
 from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError
 from lsjax.convert.names import to_flax_layout
 from lsjax.convert.plan import Step, checked_plan
@@ -57,21 +57,7 @@ def _read(step: Step, config: LlamaConfig, dtype: Any) -> tuple[np.ndarray, bool
     stored = step.tensor.read()
     # Without x64 JAX would warn of a float64 array and round it.
     target = jax.dtypes.canonicalize_dtype(stored.dtype if dtype is None else dtype)
-    array = _copy(to_flax_layout(step.transform, stored, config), target)
-    narrows = ml_dtypes.finfo(target).max < ml_dtypes.finfo(stored.dtype).max
-    return array, bool(narrows and np.isinf(array).sum() > np.isinf(stored).sum())
-
-
-def _copy(view: np.ndarray, dtype: np.dtype, block: int = 64) -> np.ndarray:
-    """A contiguous copy in ``dtype``; in blocks, which transposes four times as fast as one assignment."""
-    copied = np.empty(view.shape, dtype)
-    with np.errstate(over="ignore"):  # the caller looks for infinities
-        if view.ndim < 2 or view.flags.c_contiguous:
-            copied[...] = view
-        else:
-            for start in range(0, view.shape[1], block):
-                copied[:, start : start + block] = view[:, start : start + block]
-    return copied
+    return cast(to_flax_layout(step.transform, stored, config), target)
 
 
 def check_dtype(dtype: Any) -> np.dtype | None:

@@ -54,6 +54,8 @@ class Stored:
         dtype: a key of ``DTYPES``, or whatever else the header says.
         where: the file, for messages.
         read: reads it, as a NumPy array of this shape and dtype.
+        stored_bytes: what it takes in its file.
+        stored_as: how its file stores it, where ``read`` gives another dtype (GGUF's quantizations).
     """
 
     name: str
@@ -61,6 +63,8 @@ class Stored:
     dtype: str
     where: str
     read: Callable[[], np.ndarray]
+    stored_bytes: int = 0
+    stored_as: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -94,8 +98,8 @@ class Checkpoint:
         listing: its tensors.
         config: what the model computes; None where that cannot be read, or lsjax does not compute it.
         problems: why there is no ``config``, one line each.
-        config_json: all that ``config.json`` says, used or not; empty where there is none that can be read.
-        generation_json: the same of ``generation_config.json``.
+        entries: all that ``config.json``, or a GGUF file's metadata, says, used or not; empty where it is unreadable.
+        generation_entries: the same of ``generation_config.json``.
     """
 
     where: Path
@@ -104,8 +108,8 @@ class Checkpoint:
     listing: Listing
     config: LlamaConfig | None
     problems: tuple[str, ...] = ()
-    config_json: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    generation_json: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    generation_entries: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def read_array(path: Path, offset: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:

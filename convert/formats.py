@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from lsjax.convert import flax, gguf, huggingface
+from lsjax.convert import flax, gguf, huggingface, pytorch
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError
 from lsjax.convert.files import is_there
 
@@ -15,22 +15,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Args:
         path: a ``.gguf`` file, or a directory. In a directory ``model.safetensors.index.json`` decides which files
             hold the model, even where ``model.safetensors`` lies beside it (transformers would read that one); without
-            an index it is ``model.safetensors``. ``params.safetensors`` and its index are what ``lsjax.save`` writes.
+            an index it is ``model.safetensors``. Only where neither is there, ``pytorch_model.bin.index.json`` or
+            ``pytorch_model.bin`` counts, in this order. ``params.safetensors`` or its index is what lsjax writes.
 
     Raises:
-        CheckpointError: no weights there, weights of ``lsjax.save`` beside others, or a file that is no GGUF. What
+        CheckpointError: no weights there, weights that lsjax wrote beside others, or a file that is no GGUF. What
             else is wrong is told by the checkpoint and by its plan.
         ImportError: a package that the format needs is not installed.
     """
     if path.is_file():
         return gguf.describe(path)
-    found = [module for module in (huggingface, flax) if _has_weights(path, module.WEIGHTS)]
-    if len(found) > 1:
+    found = [module for module in (huggingface, pytorch, flax) if _has_weights(path, module.WEIGHTS)]
+    if flax in found and len(found) > 1:
         names = " and ".join(module.WEIGHTS for module in found)
-        raise CheckpointError(path, [f"expected one checkpoint, got two: {names}"])
+        raise CheckpointError(path, [f"expected one checkpoint, got {len(found)}: {names}"])
     if not found:
         there = ", ".join(sorted(entry.name for entry in path.iterdir())) or "nothing"
-        wanted = "model.safetensors or model.safetensors.index.json (or params.safetensors, which lsjax.save writes)"
+        wanted = f"{huggingface.WEIGHTS} or its index, {pytorch.WEIGHTS} or its index, or {flax.WEIGHTS} of lsjax.save"
         raise CheckpointError(path, [f"absent: expected {wanted}, found {there}"])
     return found[0].describe(path)
 

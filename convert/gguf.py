@@ -59,9 +59,9 @@ def describe(path: Path) -> Checkpoint:
     header = read_header(path)
     listing = _list_tensors(header, path)
     try:
-        return Checkpoint(path, "gguf", GGUF, listing, _config(header.metadata, listing, path))
+        return Checkpoint(path, "gguf", GGUF, listing, _config(header.metadata, listing, path), entries=header.metadata)
     except CheckpointError as error:
-        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems)
+        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems, header.metadata)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -93,7 +93,8 @@ def _list_tensors(header: Header, path: Path) -> Listing:
             tensors.append(Stored(info.name, info.shape, f"ggml type {info.kind}", path.name, read))
             continue
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-        end = info.offset + math.prod(info.shape) // block * block_bytes
+        size = math.prod(info.shape) // block * block_bytes
+        end = info.offset + size
         if info.shape[-1] % block:
             rows = f"rows of a multiple of {block} for {kind.name}"
             problems.append(f"wrong shape: {info.name} in {path.name}: expected {rows}, got {list(info.shape)}")
@@ -101,7 +102,7 @@ def _list_tensors(header: Header, path: Path) -> Listing:
             sizes = f"expected {header.start + end:,} bytes, got {header.size:,}"
             problems.append(f"truncated or altered: {info.name} in {path.name}: {sizes}")
         read = functools.partial(_read, path, header.start + info.offset, info, kind)
-        tensors.append(Stored(info.name, info.shape, _dtype_of(kind), path.name, read))
+        tensors.append(Stored(info.name, info.shape, _dtype_of(kind), path.name, read, size, kind.name))
     return Listing(tuple(tensors), tuple(problems))
 
 

@@ -28,8 +28,8 @@ def read_rope_scaling(entries: Mapping[str, Any], listing: Listing, config: Llam
 
     ``yarn`` and ``longrope`` mean what they mean in transformers, but llama.cpp multiplies what the paper says for
     yarn's attention by ``rope.scaling.attn_factor``, and has no other attention factor for longrope.
-    ``rope_freqs.weight`` divides each frequency by a number of its own: those of Llama 3.1's formula are recognised, and whatever else it
-    holds is kept as it is, as longrope's short and long factors.
+    ``rope_freqs.weight`` divides each frequency by a number of its own: those of Llama 3.1's formula are recognised,
+    and whatever else it holds is kept as it is, as longrope's short and long factors.
 
     Args:
         entries: the metadata under ``llama.``.

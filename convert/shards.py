@@ -82,7 +82,8 @@ def read_safetensors_header(path: Path) -> tuple[list[Stored], list[str]]:
             shape, dtype = tuple(entry["shape"]), entry["dtype"]
             offset = 8 + size + entry["data_offsets"][0]
             read = functools.partial(read_array, path, offset, shape, DTYPES.get(dtype, np.dtype(np.uint8)))
-            found.append(Stored(name, shape, dtype, path.name, read))
+            size_in_file = entry["data_offsets"][1] - entry["data_offsets"][0]
+            found.append(Stored(name, shape, dtype, path.name, read, size_in_file))
     except (SafetensorError, OSError, ValueError) as error:
         return [], [f"truncated or altered: {path.name} ({path.stat().st_size:,} bytes): {error}"]
     if not found:

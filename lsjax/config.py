@@ -350,16 +350,21 @@ def _read_rope(
     rope_type = next((value for value in (rope_type, old_type) if value is not None), "default")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}")
-    theta = _said_once("rope_theta", outer_theta, entries.pop("rope_theta", None))
+    inner_theta = entries.pop("rope_theta", None)
+    if None not in (inner_theta, outer_theta) and inner_theta != outer_theta:
+        raise ValueError(f"rope_theta is given twice and differs: {outer_theta!r} and {inner_theta!r}")
+    theta = next((value for value in (inner_theta, outer_theta) if value is not None), _THETA)
     if entries.get("partial_rotary_factor") in (1, 1.0):
         del entries["partial_rotary_factor"]
     required, optional = _ROPE_KEYS[rope_type]
     name = "original_max_position_embeddings"
     if name in required:
-        original = _said_once(name, outer_original, entries.pop(name, None))
+        # Beside the dictionary it wins, as in transformers, which writes the maximum into the dictionary nevertheless.
+        original = entries.pop(name, None) if outer_original is None else outer_original
         entries[name] = max_position_embeddings if original is None else original
-        if "factor" not in entries and original is not None and rope_type != "llama3":
-            entries["factor"] = _ratio(max_position_embeddings, original)
+        implied = rope_type == "longrope" or (rope_type == "yarn" and original is not None)
+        if implied and "factor" not in entries:
+            entries["factor"] = _ratio(max_position_embeddings, entries[name])
     unknown = sorted(entries.keys() - {*required, *optional})
     absent = sorted(set(required) - entries.keys())
     if unknown or absent:
@@ -369,18 +374,11 @@ def _read_rope(
             f"missing {', '.join(absent) or 'none'}, unexpected {', '.join(unknown) or 'none'}"
         )
     scaling = None if rope_type == "default" else RopeScaling(rope_type=rope_type, **entries)
-    return _THETA if theta is None else theta, scaling
+    return theta, scaling
 
 
 def _type_name(rope_type: Any) -> Any:
     return "longrope" if rope_type == "su" else rope_type  # Phi-3's first name for it
-
-
-def _said_once(name: str, outer: Any, inner: Any) -> Any:
-    """A value that may stand in a rope dictionary, beside it, or in both places; None: in neither."""
-    if None not in (inner, outer) and inner != outer:
-        raise ValueError(f"{name} is given twice and differs: {outer!r} and {inner!r}")
-    return outer if inner is None else inner
 
 
 def _ratio(max_position_embeddings: Any, original: Any) -> float | None:

@@ -195,7 +195,8 @@ def forward(
 
     Args:
         params: the model.
-        tokens: int ``[length]`` or ``[batch, length]``. A row's padding on the right does not reach what is before it.
+        tokens: int ``[length]`` or ``[batch, length]``. A row's padding on the right does not reach what is before it
+            (but longrope's factors are those of a text of this length, padding included).
         num_layers: static; how many layers to run, None for all.
         exits: static; several depths at once, each layer still running once.
 

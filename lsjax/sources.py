@@ -16,6 +16,8 @@ from pathlib import Path
 
 # What is fetched from the hub: nothing of a repository's other formats.
 WEIGHT_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
+TORCH_WEIGHT_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # where there are no safetensors
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",
@@ -70,7 +72,10 @@ def locate(
         raise FileNotFoundError(
             f"{str(source)!r}: there is no such file or directory, and a hub id has the form 'owner/name'"
         )
-    return _fetch_from_hub(source, revision, progress, files)
+    found = _fetch_from_hub(source, revision, progress, files)
+    if set(WEIGHT_FILES) <= set(files) and not any(found.glob("*.safetensors")):
+        found = _fetch_from_hub(source, revision, progress, (*files, *TORCH_WEIGHT_FILES))
+    return found
 
 
 def _fetch_from_hub(hub_id: str, revision: str | None, progress: bool | None, files: Sequence[str]) -> Path:

@@ -1,5 +1,6 @@
 """The configuration: what transformers 4 and 5 write means the same, and what contradicts itself is refused."""
 
+import copy
 import dataclasses
 import json
 
@@ -54,6 +55,11 @@ MINIMAL = {
 }
 
 
+FACTORS = {"short_factor": [1.0 + n / 32 for n in range(32)], "long_factor": [1 + n for n in range(32)]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LONGROPE = {"rope_type": "longrope", **FACTORS, "original_max_position_embeddings": 4096}
+
+
 def read(**changes) -> lsjax.LlamaConfig:
     """The old configuration with changes; an Ellipsis leaves an entry out."""
     return lsjax.LlamaConfig.from_dict({name: value for name, value in (OLD | changes).items() if value is not ...})
@@ -66,6 +72,11 @@ def as_new(config: dict) -> dict:
     rope["rope_type"] = rope.pop("type", rope.get("rope_type", "default"))
     rope["rope_theta"] = config.get("rope_theta", 10000.0)
     return new | {"dtype": config.get("torch_dtype"), "rope_parameters": rope}
+
+
+def as_transformers(config: dict) -> dict:
+    """A configuration as transformers writes it again; a copy, since it fills in the dictionaries it is given."""
+    return transformers.LlamaConfig(**copy.deepcopy(config)).to_dict()
 
 
 def test_a_config_of_transformers_4_is_read():
@@ -87,6 +98,15 @@ def test_a_config_of_transformers_4_is_read():
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": 2}},
         {"rope_scaling": {"type": "llama3", **LLAMA3_ROPE, "rope_theta": 500000.0}},
+        {"rope_scaling": {"type": "dynamic", "factor": 4.0}},
+        {"rope_scaling": YARN},
+        {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 24, "beta_slow": 2.0, "truncate": False}},
+        {"rope_scaling": {**YARN, "attention_factor": 1.1}},
+        {"rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+        {"rope_scaling": LONGROPE},
+        {"rope_scaling": {**LONGROPE, "factor": 16.0, "attention_factor": 1.2}},
+        # As Phi-3 has it: the length beside the dictionary.
+        {"rope_scaling": {"type": "longrope", **FACTORS}, "original_max_position_embeddings": 4096},
     ],
 )
 def test_configs_of_transformers_4_and_5_mean_the_same(changes):
@@ -95,16 +115,55 @@ def test_configs_of_transformers_4_and_5_mean_the_same(changes):
     new = as_new(old)
     assert lsjax.LlamaConfig.from_dict(new) == expected
     assert lsjax.LlamaConfig.from_dict(old | {"rope_parameters": new["rope_parameters"]}) == expected
-    assert lsjax.LlamaConfig.from_dict(transformers.LlamaConfig(**old).to_dict()) == expected
-    assert lsjax.LlamaConfig.from_dict(transformers.LlamaConfig(**new).to_dict()) == expected
+    assert lsjax.LlamaConfig.from_dict(as_transformers(old)) == expected
+    assert lsjax.LlamaConfig.from_dict(as_transformers(new)) == expected
 
 
-@pytest.mark.parametrize("changes", [{}, {"rope_scaling": None}, {"eos_token_id": 5}, {"eos_token_id": None}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": None},
+        {"eos_token_id": 5},
+        {"eos_token_id": None},
+        {"rope_scaling": {"rope_type": "dynamic", "factor": 2.5}},
+        {"rope_scaling": {**YARN, "mscale": 0.7, "mscale_all_dim": 0, "truncate": False, "beta_fast": 20}},
+        {"rope_scaling": {**YARN, "attention_factor": 1.1}},
+        {"rope_scaling": {**LONGROPE, "type": "su", "rope_type": "su"}},
+        {"rope_scaling": {**LONGROPE, "factor": 16.0, "attention_factor": 1.2}},
+    ],
+)
 def test_what_is_written_is_read_again_by_lsjax_and_transformers(changes):
     config = read(**changes)
     written = json.loads(json.dumps(config.to_dict()))
     assert lsjax.LlamaConfig.from_dict(written) == config
-    assert lsjax.LlamaConfig.from_dict(transformers.LlamaConfig(**written).to_dict()) == config
+    assert lsjax.LlamaConfig.from_dict(as_transformers(written)) == config
+
+
+def test_what_a_scaling_leaves_out_follows_from_the_rest():
+    yarn = read(rope_scaling=YARN)
+    assert yarn.rope_scaling == RopeScaling("yarn", 4.0, None, None, 32768, None, 32.0, 1.0)
+    assert read(rope_scaling={**YARN, "beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None}) == yarn
+    assert read(rope_scaling={**YARN, "factor": None}) == yarn  # 131072 / 32768
+    (scaling,) = {read(rope_scaling=LONGROPE).rope_scaling}  # hashable
+    assert scaling.factor == 131072 / 4096
+    assert scaling.long_factor == tuple(FACTORS["long_factor"])
+    phi = {"type": "su", **FACTORS}
+    assert read(rope_scaling=phi, original_max_position_embeddings=4096).rope_scaling == scaling
+    assert read(rope_scaling=phi).rope_scaling.original_max_position_embeddings == 131072
+    # Beside a dictionary that says another length it wins, as in transformers.
+    both = {**LONGROPE, "original_max_position_embeddings": 131072}
+    assert read(rope_scaling=both, original_max_position_embeddings=4096).rope_scaling == scaling
+    # Types that have no such length pass it over, as transformers does.
+    assert read(rope_scaling=None, original_max_position_embeddings=7) == read(rope_scaling=None)
+
+
+def test_lengths_that_a_scaling_implies():
+    assert read(rope_scaling=YARN).trained_length == 131072
+    assert read(rope_scaling={"type": "dynamic", "factor": 2.0}, max_position_embeddings=4096).trained_length == 8192
+    assert read(rope_scaling=YARN).short_length is read(rope_scaling=None).short_length is None
+    assert read(rope_scaling=LONGROPE).short_length == 4096
+    assert read(rope_scaling={**LONGROPE, "long_factor": FACTORS["short_factor"]}).short_length is None
 
 
 def test_absent_entries_have_transformers_defaults():
@@ -189,6 +248,53 @@ LLAMA3 = OLD["rope_scaling"]
             "rope_scaling and rope_parameters contradict each other",
         ),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "missing factor, unexpected none"),
+        ({"rope_scaling": {**YARN, "low_freq_factor": 1.0}}, "missing none, unexpected low_freq_factor"),
+        (
+            {"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}},
+            "beta_fast must be at least beta_slow, got 1 and 2",
+        ),
+        ({"rope_scaling": {**YARN, "beta_fast": 0}}, "beta_fast of rope_type 'yarn': expected a number above 0, got 0"),
+        (
+            {"rope_scaling": {**YARN, "mscale": -1}},
+            "mscale of rope_type 'yarn': expected a number of at least 0, got -1",
+        ),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": "1"}},
+            "attention_factor of rope_type 'yarn': expected a number",
+        ),
+        (
+            {"rope_scaling": {**YARN, "truncate": None}},
+            "truncate of rope_type 'yarn': expected true or false, got None",
+        ),
+        ({"rope_scaling": {**YARN, "factor": None, "original_max_position_embeddings": 262144}}, "at least 1, got 0.5"),
+        ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_type 'yarn': expected a rope_theta above 1, got 1.0"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "missing long_factor, short_factor, unexpected none",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 31}},
+            "short_factor: expected head_dim / 2 = 32 numbers, got 31",
+        ),
+        (
+            {"rope_scaling": {**LONGROPE, "long_factor": 4.0}},
+            "long_factor .* expected a list of numbers above 0, got 4.0",
+        ),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1, 0]}}, "long_factor .* expected a list of numbers above 0"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings of rope_type 'longrope': expected an int above 1, got 1",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "missing none, unexpected alpha"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0}, "head_dim": 2},
+            "expected a head_dim of at least 4, got 2",
+        ),
+        (
+            {"rope_scaling": {"type": "su", "rope_type": "yarn"}},
+            "contradict themselves: type 'longrope' and rope_type 'yarn'",
+        ),
     ],
 )
 def test_rope_that_is_unknown_or_contradicts_itself_is_refused(changes, message):

@@ -179,10 +179,10 @@ def test_a_config_that_is_no_json_object_is_refused(name, content, checkpoint):
 
 def test_a_directory_without_config_or_weights_says_so(checkpoint):
     directory, _ = checkpoint
-    (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
-    with pytest.raises(CheckpointError, match=r"expected model\.safetensors.*found config\.json, pytorch_model\.bin"):
+    (directory / "model.safetensors").rename(directory / "pytorch_model.pt")
+    with pytest.raises(CheckpointError, match=r"expected model\.safetensors.*found config\.json, pytorch_model\.pt"):
         load(directory)
-    (directory / "pytorch_model.bin").rename(directory / "model.safetensors")
+    (directory / "pytorch_model.pt").rename(directory / "model.safetensors")
     (directory / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"absent: config\.json"):
         load(directory)

@@ -75,7 +75,8 @@ def generate(
         attention_mask: ``[batch, length]`` of 0 and 1, prompts padded on the left or right, instead.
         eos_token_id: one id or several that end a row; None: the checkpoint's; ``()``: never stop.
         pad_token_id: fills up rows; None: the checkpoint's, or 0.
-        capacity: static; tokens that the cache holds a row. None: chosen to fit.
+        capacity: static; tokens that the cache holds a row. None: chosen to fit. Under longrope it is also what
+            texts may come to, and so decides between short and long factors (None: prompt, padding and new tokens).
 
     Raises:
         ValueError: says what was expected and what came.
@@ -157,6 +158,7 @@ def prefill(
             that were done go on. The old state stays usable, so that a prefix can be shared by many continuations.
             Plan, capacity and special ids stay those of the state.
         capacity: static; tokens that a row can hold in all. None: enough for the prompt and ``max_new_tokens``.
+            Under longrope it decides between short and long factors, as of ``generate``.
         exit_layer: static; as in :func:`~lsjax.decode.generate.generate`, like the rest.
         num_speculations: static; None: 4.
         max_new_tokens: rows are done after so many new tokens; None: at the capacity (without one: 128 tokens).

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from lsjax.convert import gguf
 from lsjax.convert.checkpoint import CheckpointError
-from lsjax.sources import TOKENIZER_FILES, locate
+from lsjax.sources import TOKENIZER_FILES, VOCABULARY_FILES, locate
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerFast
@@ -49,7 +49,7 @@ def load_tokenizer(
     path = locate(source, revision=revision, progress=progress, files=TOKENIZER_FILES)
     if path.is_file():
         return _from_gguf(path)
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+    if not any((path / name).is_file() for name in VOCABULARY_FILES):
         raise FileNotFoundError(f"{path} holds no tokenizer: expected tokenizer.json, tokenizer.model or vocab.json")
     from transformers import AutoTokenizer
 
