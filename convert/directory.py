@@ -32,12 +32,14 @@ def replacing(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
         OSError: it cannot be written; what was there is there still.
     """
     absent = [parent for parent in target.parents if not parent.exists()]
-    with _explained(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target)
-        check_target(target, is_ours)
-        new, lock = _make_beside(target)
+    new = lock = None
     try:
+        with _explained(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(target)
+        check_target(target, is_ours)
+        with _explained(target):
+            new, lock = _make_beside(target)
         with _explained(target, new):
             yield new
             for path in (*new.iterdir(), new):
@@ -45,7 +47,8 @@ def replacing(target: Path, is_ours: Callable[[Path], bool]) -> Iterator[Path]:
             _rename(new, target)
             _bring_to_disk(target.parent)
     finally:
-        shutil.rmtree(new, ignore_errors=True)
+        if new is not None:
+            shutil.rmtree(new, ignore_errors=True)
         if lock is not None:
             os.close(lock)
         if not target.exists():
@@ -72,8 +75,6 @@ def _explained(target: Path, written: Path | None = None) -> Iterator[None]:
     """Puts the target in front of what the system says about writing it, or about files within ``written`` alone."""
     try:
         yield
-    except FileExistsError:
-        raise
     except OSError as error:
         if written and error.filename and written not in (Path(error.filename), *Path(error.filename).parents):
             raise  # something else could not be read

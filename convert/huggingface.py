@@ -12,6 +12,7 @@ from lsjax.convert.names import HUGGINGFACE, Table
 from lsjax.convert.shards import list_tensors
 
 WEIGHTS = "model.safetensors"  # or the shards that an index of this name places
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 
 
 def describe(directory: Path) -> Checkpoint:

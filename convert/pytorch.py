@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import functools
 import re
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,9 @@ def _read_header(torch: Any, load_whole: Any, path: Path) -> tuple[list[Stored],
         return [], [f"absent: {path.name}"]
     try:
         records = _records(path)
-        state = torch.load(path, map_location="meta", weights_only=True, mmap=records is not None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected pickle protocol")  # other than torch's own; read or refused
+            state = torch.load(path, map_location="meta", weights_only=True, mmap=records is not None)
     except OSError as error:
         return [], [f"unreadable: {path.name}: {error}"]
     except Exception as error:  # torch raises whatever it meets in a damaged file
@@ -133,5 +136,6 @@ def _reason(error: Exception) -> str:
     forbidden = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
     if forbidden:
         return f"its pickle wants to call {forbidden[1]}, which could run code; only tensors are read"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    told = str(error).split("WeightsUnpickler error:")[-1]
+    lines = [line.strip() for line in told.splitlines() if line.strip() and "weights_only" not in line]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -101,14 +101,7 @@ def write_weights(
     for shard in shards:
         with (directory / shard.name).open("wb") as file:
             file.write(_header(shard.outputs, metadata))
-            for output in shard.outputs:
-                overflows = False
-                for block, too_large in _blocks(output):
-                    file.write(block.reshape(-1).view(np.uint8).data)
-                    overflows |= too_large
-                    advance(block.nbytes)
-                if overflows:
-                    overflowed.append(output.name)
+            overflowed += [output.name for output in shard.outputs if _write_tensor(file, output, advance)]
     for name in index:
         placed = {output.name: shard.name for shard in shards for output in shard.outputs}
         total = sum(output.num_bytes for shard in shards for output in shard.outputs)
@@ -148,6 +141,16 @@ def _header(outputs: Sequence[Output], metadata: Mapping[str, str]) -> bytes:
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)  # so that the data is aligned
     return len(header).to_bytes(8, "little") + header
+
+
+def _write_tensor(file: BinaryIO, output: Output, advance: Callable[[int], object]) -> bool:
+    """Writes one tensor, nothing of which is left in memory; whether numbers of it became infinite."""
+    overflows = False
+    for block, too_large in _blocks(output):
+        file.write(block.reshape(-1).view(np.uint8).data)
+        overflows |= too_large
+        advance(block.nbytes)
+    return overflows
 
 
 def _blocks(output: Output) -> Iterator[tuple[np.ndarray, bool]]:

@@ -11,15 +11,17 @@ from typing import Any, Literal
 import jax
 
 from lsjax.checks import is_traced
-from lsjax.convert import flax
+from lsjax.convert import flax, inspection
 from lsjax.convert.assemble import assemble, check_dtype
 from lsjax.convert.checkpoint import CheckpointError
 from lsjax.convert.directory import check_target, replacing
 from lsjax.convert.formats import open_checkpoint
+from lsjax.convert.huggingface import VOCABULARY_FILES
+from lsjax.convert.inspection import Inspection
 from lsjax.convert.rewrite import TARGETS, copy_files, plan_rewrite, write_configs, write_rewrite
 from lsjax.convert.writer import SHARD_BYTES, written_files
 from lsjax.params import Params
-from lsjax.sources import TOKENIZER_FILES, VOCABULARY_FILES, WEIGHT_FILES, locate
+from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES, locate
 
 
 def load(
@@ -191,3 +193,23 @@ def _write_tokenizer(source: Path, directory: Path) -> bool:
         warnings.warn(f"no tokenizer is written: {'; '.join(error.problems)}", stacklevel=3)
         return False
     return True
+
+
+def inspect(source: str | os.PathLike[str], *, revision: str | None = None, progress: bool | None = None) -> Inspection:
+    """Says what a checkpoint is and whether it would load, from its headers alone: no weight is read.
+
+    What is wrong with a checkpoint is told (``problems``), not raised, and as much as can be known is told with it.
+
+    Args:
+        source: what ``load`` takes; a model of the hub is fetched whole.
+        revision: as of ``load``.
+        progress: as of ``load``.
+
+    Raises:
+        as ``load``, as far as finding and fetching go.
+
+    Example:
+        >>> lsjax.io.inspect("model.gguf").num_parameters
+    """
+    files = (*WEIGHT_FILES, *TOKENIZER_FILES)
+    return inspection.inspect(locate(source, revision=revision, progress=progress, files=files))

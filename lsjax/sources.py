@@ -17,7 +17,6 @@ from pathlib import Path
 # What is fetched from the hub: nothing of a repository's other formats.
 WEIGHT_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 TORCH_WEIGHT_FILES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # where there are no safetensors
-VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 TOKENIZER_FILES = (
     "config.json",
     "tokenizer.json",

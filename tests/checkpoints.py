@@ -1,13 +1,15 @@
 """Checkpoints for the tests of loading: small random models, and directories written here with names spelled out."""
 
 import json
+import math
 
 import numpy as np
 from safetensors.numpy import save_file
 from support import random_params
 
 import lsjax
-from lsjax.params import flatten
+from lsjax.convert.names import HUGGINGFACE, source_shape
+from lsjax.params import abstract_tree, flatten
 
 SMALL = {
     "vocab_size": 131,
@@ -59,6 +61,29 @@ def write_shards(directory, tensors, count=3):
     placed = {name: file for file, held in parts.items() for name in held}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
     return parts
+
+
+def write_sparse(directory, count=8, **changes) -> dict:
+    """A checkpoint of 65 billion parameters without data: headers of sparse files; returns each tensor's file."""
+    sizes = {"num_hidden_layers": 80, "hidden_size": 8192, "num_attention_heads": 64, "intermediate_size": 28672}
+    config = model_config(**sizes | changes)
+    write_config(directory, config)
+    placed, offset, entries = {}, {}, {}
+    for i, (path, leaf) in enumerate(flatten(abstract_tree(config)).items()):
+        name, transform = HUGGINGFACE.from_flax(path)
+        file = f"model-{i % count + 1:05}-of-{count:05}.safetensors"
+        start, size = offset.get(file, 0), 2 * math.prod(leaf.shape)
+        shape = list(source_shape(transform, leaf.shape))
+        entries.setdefault(file, {})[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, start + size]}
+        offset[file] = start + size
+        placed[name] = file
+    for file, header in entries.items():
+        data = json.dumps(header).encode()
+        with (directory / file).open("wb") as out:
+            out.write(len(data).to_bytes(8, "little") + data)
+            out.truncate(8 + len(data) + offset[file])
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    return placed
 
 
 def assert_same_arrays(found, expected):
@@ -114,8 +139,8 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[order]
 
 
-def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None):
-    """A GGUF file; ``kinds`` names the type that a tensor is quantized to."""
+def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None, stored_kinds: dict | None = None):
+    """A GGUF file; ``kinds`` names the type that a tensor is quantized to, ``stored_kinds`` what bytes already are."""
     import gguf
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
@@ -127,7 +152,9 @@ def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None):
         (writer.add_array if isinstance(value, list) else add[kind])(name, value)
     for name, value in tensors.items():
         kind = (kinds or {}).get(name)
-        if kind is None:
+        if name in (stored_kinds or {}):
+            writer.add_tensor(name, value, raw_dtype=(stored_kinds or {})[name])
+        elif kind is None:
             writer.add_tensor(name, value)
         else:
             quantized = gguf.quantize(value, gguf.GGMLQuantizationType[kind])

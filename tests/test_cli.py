@@ -84,7 +84,16 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["generate", "--exit-layer", "0"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["convert", "--help"],
+        ["inspect", "--help"],
+        ["generate", "--exit-layer", "0"],
+    ],
+)
 def test_help_and_wrong_usage_import_neither_jax_nor_transformers(arguments):
     # The package's front door is the library's own affair: here an empty one stands in for it.
     code = f"""
@@ -101,7 +110,7 @@ assert not {{"jax", "numpy", "transformers"}} & set(sys.modules), "imported too 
 """
     result = run_python(code)
     assert result.returncode == 0, result.stderr
-    assert "lsjax generate" in result.stdout + result.stderr or "generate" in result.stdout
+    assert (f"lsjax {arguments[0]}" if len(arguments) > 1 else "generate") in result.stdout + result.stderr
 
 
 def test_version_as_a_module():

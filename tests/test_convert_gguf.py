@@ -76,6 +76,63 @@ def test_stored_types_are_dequantized_to_float32(kind, tmp_path):
     assert load(tmp_path / "model.gguf", "bfloat16").dtype == "bfloat16"
 
 
+def dequantizable():
+    """Every type that the installed package dequantizes."""
+    found = []
+    for kind in gguf.GGMLQuantizationType:
+        try:
+            gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+        except NotImplementedError:
+            continue
+        found.append(kind.name)
+    return found
+
+
+def random_blocks(rng, kind, shape):
+    """Quantized numbers, all of them finite: random bytes where the package cannot make them."""
+    try:
+        return gguf.quantize(rng.normal(size=shape).astype(np.float32), kind)
+    except NotImplementedError:
+        pass
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    rows = np.empty((shape[0], shape[1] // block, size), np.uint8)
+    for row in rows.reshape(-1, size):
+        row[:] = rng.integers(0, 256, size)
+        while not np.isfinite(gguf.dequantize(row, kind)).all():
+            row[:] = rng.integers(0, 256, size)
+    return rows.reshape(shape[0], -1)
+
+
+@pytest.mark.parametrize("kind", dequantizable())
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the package, for scales that the loop above throws away
+def test_every_type_that_the_package_dequantizes_loads(kind, tmp_path):
+    params = random_model(
+        3, num_hidden_layers=1, vocab_size=5, hidden_size=256, intermediate_size=256, num_attention_heads=2
+    )
+    quant, tensors = gguf.GGMLQuantizationType[kind], gguf_tensors(params)
+    writer_kinds, expected = {}, dict(tensors)
+    rng = np.random.default_rng(0)
+    for name in ("token_embd.weight", "blk.0.ffn_down.weight"):
+        stored = random_blocks(rng, quant, tensors[name].shape)
+        expected[name] = gguf.dequantize(stored, quant).astype(np.float32).reshape(tensors[name].shape)
+        tensors[name], writer_kinds[name] = stored, quant
+    write_gguf(tmp_path / "model.gguf", gguf_metadata(params.config), tensors, stored_kinds=writer_kinds)
+    tree = flatten(load(tmp_path / "model.gguf").tree)
+    np.testing.assert_array_equal(tree["embed_tokens/embedding"], expected["token_embd.weight"])
+    np.testing.assert_array_equal(tree["layers_0/mlp/down_proj/kernel"], expected["blk.0.ffn_down.weight"].T)
+
+
+def test_float64_is_read_as_float32_and_refused_beyond_its_range(small, tmp_path):
+    tensors = gguf_tensors(small)
+    tensors["output_norm.weight"] = tensors["output_norm.weight"].astype(np.float64) + 1e-12
+    write_gguf(tmp_path / "a.gguf", gguf_metadata(small.config), tensors)
+    assert_same_arrays(load(tmp_path / "a.gguf"), small)
+    tensors["output_norm.weight"][3] = 1e300
+    write_gguf(tmp_path / "b.gguf", gguf_metadata(small.config), tensors)
+    with pytest.raises(CheckpointError, match=r"out of range: output_norm\.weight"):
+        load(tmp_path / "b.gguf")
+
+
 def test_absent_entries_have_llama_cpps_defaults_and_every_end_of_a_turn_stops(small, tmp_path):
     absent = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
     changes = dict.fromkeys(f"llama.{name}" for name in absent)

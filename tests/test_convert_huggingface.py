@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoints import SMALL, assert_same_arrays, model_config, random_model
+from checkpoints import SMALL, assert_same_arrays, model_config, random_model, write_sparse
 from safetensors.numpy import save_file
 from support import LLAMA3_ROPE, transformers_model
 
@@ -170,23 +170,7 @@ def test_what_is_loaded_does_not_change_with_its_file(checkpoint, small):
 
 def test_listing_a_checkpoint_of_real_size_is_quick(tmp_path):
     """80 layers in 8 shards, without data: headers of sparse files."""
-    config = model_config(num_hidden_layers=80, hidden_size=8192, num_attention_heads=64, intermediate_size=28672)
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
-    placed, offset, entries = {}, {}, {}
-    for i, (path, leaf) in enumerate(flatten(abstract_tree(config)).items()):
-        name, transform = HUGGINGFACE.from_flax(path)
-        file = f"model-{i % 8}.safetensors"
-        start, size = offset.get(file, 0), 2 * math.prod(leaf.shape)
-        shape = list(source_shape(transform, leaf.shape))
-        entries.setdefault(file, {})[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [start, start + size]}
-        offset[file] = start + size
-        placed[name] = file
-    for file, header in entries.items():
-        data = json.dumps(header).encode()
-        with (tmp_path / file).open("wb") as out:
-            out.write(len(data).to_bytes(8, "little") + data)
-            out.truncate(8 + len(data) + offset[file])
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    placed = write_sparse(tmp_path)
     listing = open_checkpoint(tmp_path).listing
     assert not listing.problems
     assert {tensor.name: tensor.where for tensor in listing.tensors} == placed

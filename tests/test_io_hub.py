@@ -13,6 +13,7 @@ from checkpoints import assert_same_arrays, random_model, write_plain, write_sha
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
+from lsjax import sources
 from lsjax.io import load
 from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES
 from lsjax.text.tokenizer import load_tokenizer
@@ -164,3 +165,21 @@ def test_an_incomplete_snapshot_names_what_is_missing(hub_cache):
     Path(hub_cache / shard).unlink()
     with pytest.raises((ValueError, ConnectionError), match=f"absent: {shard}|{shard}"):
         load("some/model")
+
+
+@pytest.mark.parametrize("stored", ["model.safetensors", "pytorch_model.bin"])
+def test_bin_files_are_fetched_only_where_there_are_no_safetensors(stored, tmp_path, monkeypatch):
+    asked = []
+
+    def fetch(hub_id, revision, progress, files):
+        asked.append(set(files))
+        (tmp_path / stored).touch()
+        return tmp_path
+
+    monkeypatch.setattr(sources, "_fetch_from_hub", fetch)
+    assert sources.locate("some/model-in-the-hub") == tmp_path
+    assert "pytorch_model*.bin" not in asked[0]
+    assert ["pytorch_model*.bin" in files for files in asked[1:]] == [True] * (stored == "pytorch_model.bin")
+    asked.clear()
+    sources.locate("some/model-in-the-hub", files=TOKENIZER_FILES)
+    assert asked == [set(TOKENIZER_FILES)]

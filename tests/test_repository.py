@@ -68,7 +68,7 @@ def test_types_are_checked_across_convert(copy):
     (copy / "lsjax" / "io.py").write_text("from lsjax.convert.names import probe\n\nlength: str = probe(1)\n")
     with (copy / "convert" / "names.py").open("a") as source:
         source.write("\n\ndef probe(text: str) -> int:\n    return text\n")
-    for folder in ("tests", "examples"):
+    for folder in ("tests", "examples", "benchmarks"):
         (copy / folder).mkdir()
     _, output = run([sys.executable, "-m", "pyright"], copy)
     assert 'io.py:3:21 - error: Argument of type "Literal[1]"' in output

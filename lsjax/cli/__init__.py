@@ -10,7 +10,11 @@ from collections.abc import Sequence
 
 from lsjax.cli.parser import Parser, UsageError
 
-COMMANDS = {"generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two"}
+COMMANDS = {
+    "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
+    "convert": "write a checkpoint anew, in Flax's or Hugging Face's layout",
+    "inspect": "say what a checkpoint is and whether it would load, from its headers",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after the program's name; None: those of this process.
 
     Returns:
-        0 for success, 1 where a comparison failed, 2 for wrong usage (said in one line on stderr), 130 after Ctrl-C.
+        0 for success, 1 where a comparison failed or an inspected checkpoint would not load, 2 for wrong usage (said in
+        one line on stderr), 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = "lsjax"

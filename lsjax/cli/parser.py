@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +56,23 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return read
+
+
+def byte_count(text: str) -> int:
+    """The type of an argument that is a number of bytes, such as ``5GB``, ``500MB`` or ``4096``."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    value = int(float(found[1]) * 1000 ** " kmgt".index(found[2] or " ")) if found else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MB, got {text!r}")
+    return value
+
+
+def human_bytes(count: int) -> str:
+    """``1_610_612_736`` as ``1.61 GB``."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 1000 * size else f"{count / size:,.0f} {unit}"
+    return f"{count} B"
 
 
 def prompt_text(text: str) -> str:
