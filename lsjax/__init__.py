@@ -1,12 +1,14 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
+from lsjax import measure
 from lsjax.config import LlamaConfig, RopeScaling
 from lsjax.convert.checkpoint import CheckpointError
-from lsjax.decode.generate import GenerateOutput, generate, prefill
+from lsjax.decode.generate import GenerateOutput, generate
+from lsjax.decode.prefill import prefill
 from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
 from lsjax.decode.state import DecodeState, Plan, Stats
 from lsjax.io import load, save
-from lsjax.params import Params, forward, init
+from lsjax.params import Params, forward, init, tensor_parallel
 
 __version__ = "0.1.0"
 
@@ -27,7 +29,9 @@ __all__ = [
     "generate",
     "init",
     "load",
+    "measure",
     "prefill",
     "save",
+    "tensor_parallel",
     "verify",
 ]

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.tree_util import DictKey, GetAttrKey
 
 from lsjax.checks import check_depth, check_params, check_tokens
@@ -178,6 +179,49 @@ def _mismatches(expected: Mapping[str, Any], found: Mapping[str, Any]) -> list[s
         elif not jnp.issubdtype(dtype, jnp.floating) or jnp.dtype(dtype).itemsize < 2:
             problems.append(f"{path}: expected floating-point numbers of at least 16 bits, got {dtype}")
     return problems
+
+
+# The axis of a kernel that is split between devices: heads or columns of what follows from them; the biases alike.
+_COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+_ROWS = ("o_proj", "down_proj")
+
+
+def tensor_parallel(config: LlamaConfig, mesh: Mesh, axis: str) -> Params:
+    """Where each array lies when attention heads and the MLP's columns are split between devices (arXiv 1909.08053).
+
+    Every device holds its heads of each layer, and so its part of the cache; embedding, norms and head are whole on
+    every one. A layer costs two sums over the devices, after attention and after the MLP; nothing of the cache moves.
+
+    Args:
+        config: the model's configuration.
+        mesh: the devices.
+        axis: the axis of the mesh to split over.
+
+    Returns:
+        ``Params`` of one ``jax.sharding.NamedSharding`` an array, for ``jax.device_put`` or ``in_shardings``.
+
+    Raises:
+        ValueError: no such axis, or heads or columns that the devices cannot share evenly.
+
+    Example:
+        >>> params = jax.device_put(params, lsjax.tensor_parallel(params.config, mesh, "model"))
+    """
+    if axis not in mesh.axis_names:
+        raise ValueError(f"axis: expected one of {', '.join(map(repr, mesh.axis_names))}, got {axis!r}")
+    parts = mesh.shape[axis]
+    names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+    uneven = [f"{name} {getattr(config, name)}" for name in names if getattr(config, name) % parts]
+    if uneven:
+        raise ValueError(f"{parts} devices along {axis!r} cannot share evenly: {', '.join(uneven)}")
+
+    def place(path: str) -> NamedSharding:
+        *_, module, kind = path.split("/")
+        if module in _COLUMNS:
+            return NamedSharding(mesh, PartitionSpec(None, axis) if kind == "kernel" else PartitionSpec(axis))
+        return NamedSharding(mesh, PartitionSpec(axis) if (module in _ROWS and kind == "kernel") else PartitionSpec())
+
+    tree = unflatten({path: place(path) for path in flatten(abstract_tree(config))})
+    return Params.tree_unflatten(config, (tree,))
 
 
 @overload

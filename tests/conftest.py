@@ -6,6 +6,7 @@ import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # for the tests of sharding
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 

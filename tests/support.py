@@ -201,3 +201,8 @@ def transformers_model(params: lsjax.Params, **changes):
 def compiled_programs(function: Any) -> int:
     """How many programs a jitted function has compiled so far."""
     return function._cache_size()
+
+
+def temporaries_of(compiled: Any) -> int:
+    """Bytes of temporary memory that a compiled program wants."""
+    return compiled.memory_analysis().temp_size_in_bytes

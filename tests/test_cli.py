@@ -22,6 +22,7 @@ import lsjax.io
 from lsjax.cli import generate, session
 from lsjax.convert.assemble import check_dtype
 from lsjax.decode import generate as decoding
+from lsjax.decode import request
 from lsjax.text.tokenizer import load_tokenizer
 
 LAYERS = 4
@@ -132,7 +133,7 @@ def test_help_lists_every_option(capsys):
 
 
 def test_names_are_the_library_s():
-    assert set(generate.STRATEGIES) == set(decoding.STRATEGIES)
+    assert set(generate.STRATEGIES) == set(request.STRATEGIES)
     assert [str(check_dtype(name)) for name in generate.DTYPES] == list(generate.DTYPES)
 
 

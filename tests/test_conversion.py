@@ -409,6 +409,15 @@ def test_wrong_usage_is_one_line_and_status_2(arguments, message, capsys):
     assert message in err
 
 
+def test_names_and_defaults_are_the_library_s():
+    from lsjax.cli.convert import TARGETS as NAMES
+    from lsjax.cli.convert import make_parser
+
+    assert set(NAMES) == set(TARGETS)
+    options = make_parser().parse_args(["a", "b"])
+    assert (options.to, options.dtype, options.shard_size) == ("flax", None, writer.SHARD_BYTES)
+
+
 @pytest.mark.parametrize(
     ("text", "count"), [("5GB", 5 * 10**9), ("1.5 mb", 1_500_000), ("40k", 40_000), ("7", 7), ("2TB", 2 * 10**12)]
 )

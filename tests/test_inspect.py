@@ -82,14 +82,14 @@ def test_a_sound_checkpoint(checkpoint, small, no_data, show):
 
 
 def test_a_checkpoint_of_real_size(tmp_path, no_data, show):
-    write_sparse(tmp_path)
+    write_sparse(tmp_path, num_hidden_layers=20, hidden_size=16384, intermediate_size=53248)
     found = inspect(tmp_path)
     assert found.loads
     assert found.num_parameters > 60e9
     status, lines = show(tmp_path)
     assert status == 0
     assert len(lines) <= 40
-    assert any("model.layers.{0-79}.mlp.up_proj.weight" in line for line in lines)
+    assert any("model.layers.{0-19}.mlp.up_proj.weight" in line for line in lines)
     assert any(
         "model-00001-of-00008.safetensors ... model-00008-of-00008.safetensors (8 files)" in line for line in lines
     )

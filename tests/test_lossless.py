@@ -1,5 +1,6 @@
 """Speculation is invisible: whatever the options, the tokens are those of plain full forwards and argmax."""
 
+import dataclasses
 import functools
 
 import jax
@@ -173,3 +174,39 @@ def test_the_right_round_passes_where_each_deliberate_fault_is_caught():
     assert not drive(run_round, data, rows).wrong
     for fault in (rewound_one_too_far, hole_after_full_acceptance, stale_exit_hidden_state):
         assert drive(fault, data, rows).wrong, fault.__name__
+
+
+def test_acceptance_follows_from_each_layer_s_agreement_with_the_text_alone():
+    """Every count of every row, without running a round: the same compiled programs as above, other prompts."""
+    from lsjax.measure import agreement
+
+    rng, ends, kept = np.random.default_rng(0), 0, np.zeros(7, int)
+    for index in range(6):
+        data = case(*MODELS[index % len(MODELS)])
+        rows = rng.choice(16, 8, replace=False)
+        limit = NEW if index < 3 else int(rng.integers(8, NEW))
+        options = {
+            "prompt_lengths": data.lengths[rows],
+            "max_new_tokens": limit,
+            "eos_token_id": eos_choice(rng, data.texts[rows], data.lengths[rows])[:4] if index else (),
+        }
+        found = agreement(data.params, data.prompts[rows], **options)
+        assert found.parted == 0
+        assert found.rate[-1] == 1
+        ends += int(found.ended.sum())
+        for drafts in (1, 2, 4, 6):
+            stats = dataclasses.replace(found, num_speculations=drafts).stats
+            for exit_layer in (1, 2, 3, 4):
+                out = lsjax.generate(
+                    data.params,
+                    data.prompts[rows],
+                    exit_layer=exit_layer,
+                    num_speculations=drafts,
+                    capacity=64,
+                    **options,
+                )
+                for name, measured in vars(out.stats).items():
+                    np.testing.assert_array_equal(getattr(stats, name)[exit_layer - 1], measured, err_msg=name)
+            kept[: drafts + 1] += stats.accept_histogram[:3].sum(axis=(0, 1))
+    assert ends >= 5
+    assert (kept > 20).all(), kept

@@ -11,7 +11,8 @@ from flax.core import freeze
 from support import LLAMA3_ROPE, NumpyLlama, frequencies, random_params, transformers_config, transformers_model
 
 import lsjax
-from lsjax.model.llama import Attention, Mlp
+from lsjax.measure.parity import compare_logits
+from lsjax.measure.reference import Reference
 from lsjax.model.rope import inverse_frequencies, rotate, rotation
 from lsjax.params import flatten
 
@@ -34,6 +35,7 @@ ROPES: Any = {
     "llama3": LLAMA3_ROPE,
 }
 TOKENS = np.random.default_rng(1).integers(0, CONFIG.vocab_size, (2, 96))
+COMPARED: Any = {"tokens": TOKENS, "depths": (1, 2, 3), "max_new_tokens": 0, "module_tolerance": 5e-6}
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +53,9 @@ def relative_error(found, expected) -> float:
     return float(np.max(np.abs(found - expected)) / np.max(np.abs(expected)))
 
 
-def torch_logits(model, tokens) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        return model(torch.tensor(tokens)).logits.numpy()
+@pytest.fixture(scope="module")
+def report(params, torch_model):
+    return lsjax.measure.parity(params, torch_model, **COMPARED)
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -101,45 +101,13 @@ def test_norm_equals_transformers(params, torch_model):
     assert relative_error(norm.apply({"params": params.tree["norm"]}, x), expected) < 1e-5
 
 
-def attention_inputs():
-    x = np.random.default_rng(3).normal(size=(2, 96, 64)).astype(np.float32)
-    positions = np.arange(96)[None]
-    return x, positions, rotation(CONFIG, jnp.asarray(positions))
-
-
-def test_attention_equals_transformers(params, torch_model):
-    torch = pytest.importorskip("torch")
-    x, positions, angles = attention_inputs()
-    found, _ = Attention(CONFIG).apply({"params": params.tree["layers_1"]["self_attn"]}, x, positions, angles)
-    mask = torch.full((96, 96), float("-inf")).triu(1)[None, None]
-    with torch.no_grad():
-        embeddings = torch_model.model.rotary_emb(torch.tensor(x), torch.tensor(positions))
-        expected, _ = torch_model.model.layers[1].self_attn(torch.tensor(x), embeddings, mask)
-    assert relative_error(found, expected.numpy()) < 1e-5
-
-
-def test_mlp_equals_transformers(params, torch_model):
-    torch = pytest.importorskip("torch")
-    x, _, _ = attention_inputs()
-    with torch.no_grad():
-        expected = torch_model.model.layers[2].mlp(torch.tensor(x)).numpy()
-    assert relative_error(Mlp(CONFIG).apply({"params": params.tree["layers_2"]["mlp"]}, x), expected) < 1e-5
-
-
-@pytest.mark.parametrize("num_layers", [1, 2, 3])
-def test_logits_equal_those_of_a_model_whose_later_layers_were_removed(params, torch_model, num_layers):
-    torch = pytest.importorskip("torch")
-    full = torch_model.model.layers
-    try:
-        torch_model.model.layers = torch.nn.ModuleList(full[:num_layers])
-        torch_model.config.num_hidden_layers = num_layers
-        expected = torch_logits(torch_model, TOKENS)
-    finally:
-        torch_model.model.layers, torch_model.config.num_hidden_layers = full, len(full)
-    assert expected.std() >= 1
-    found = lsjax.forward(params, TOKENS, num_layers=num_layers)
-    assert found.dtype == jnp.float32
-    assert np.abs(found - expected).max() < 1e-4
+def test_every_module_and_the_logits_at_every_depth_equal_transformers(params, report):
+    report.assert_close()
+    assert len(report.rows) == 17 + 3
+    assert lsjax.forward(params, TOKENS).dtype == jnp.float32
+    for depth, logits in zip((1, 2, 3), lsjax.forward(params, TOKENS, exits=(1, 2, 3)), strict=True):
+        assert logits.std() >= 1
+        assert report[f"logits, {depth} of 3 layers"].error < 1e-4
 
 
 @pytest.mark.parametrize("rope", ROPES)
@@ -156,9 +124,10 @@ def test_logits_equal_transformers_for_each_kind_of_model(rope, tied, biases):
         head_dim=24,
     )
     model = random_params(config, seed=4)
-    expected = torch_logits(transformers_model(model), TOKENS)
-    assert expected.std() >= 1
-    assert np.abs(lsjax.forward(model, TOKENS) - expected).max() < 1e-4
+    (row,) = compare_logits(model, Reference(transformers_model(model)), TOKENS, TOKENS >= 0, (3,), 1e-4)
+    assert row.ok
+    assert row.error < 1e-4
+    assert lsjax.forward(model, TOKENS, exits=(3,))[0].std() >= 1
 
 
 def swapped_heads(params):
@@ -179,20 +148,48 @@ def regrouped(params):
     return lsjax.Params(CONFIG, tree)
 
 
-PERTURBATIONS = {
-    "theta": lambda params: lsjax.Params(
-        dataclasses.replace(CONFIG, rope_scaling={**LLAMA3_ROPE, "rope_theta": 1010.0}, rope_theta=10000.0), params.tree
+def one_weight(params):
+    """A single number of the last layer's MLP, a twentieth of a deviation off."""
+    tree = jax.tree.map(lambda leaf: leaf, params.tree)
+    kernel = tree["layers_2"]["mlp"]["down_proj"]["kernel"]
+    tree["layers_2"]["mlp"]["down_proj"]["kernel"] = kernel.at[5, 7].add(0.05 * kernel.std())
+    return lsjax.Params(CONFIG, tree)
+
+
+# Each fault, and the modules that are wrong for it, what is given to them being right.
+FAULTS: Any = {
+    "theta": (
+        lambda params: lsjax.Params(
+            dataclasses.replace(CONFIG, rope_scaling={**LLAMA3_ROPE, "rope_theta": 1010.0}, rope_theta=10000.0),
+            params.tree,
+        ),
+        ["rotary cos", "rotary sin"],
     ),
-    "epsilon": lambda params: lsjax.Params(dataclasses.replace(CONFIG, rms_norm_eps=2e-3), params.tree),
-    "grouping": regrouped,
-    "q and k order": swapped_heads,
+    "epsilon": (
+        lambda params: lsjax.Params(dataclasses.replace(CONFIG, rms_norm_eps=2e-3), params.tree),
+        ["input_layernorm", "post_attention_layernorm", "whole layer", "norm"],
+    ),
+    "grouping": (regrouped, ["self_attn.q_proj", "self_attn", "whole layer"]),
+    "q and k order": (swapped_heads, ["self_attn.q_proj", "self_attn.k_proj", "self_attn", "whole layer"]),
+    "one weight": (one_weight, ["mlp.down_proj", "mlp", "whole layer"]),
 }
 
 
-@pytest.mark.parametrize("fault", PERTURBATIONS)
-def test_parity_notices_a_deliberate_fault(params, torch_model, fault):
-    expected = torch_logits(torch_model, TOKENS)
-    assert np.abs(lsjax.forward(PERTURBATIONS[fault](params), TOKENS) - expected).max() > 1e-3
+@pytest.mark.parametrize("fault", FAULTS)
+def test_parity_notices_a_deliberate_fault_and_names_the_modules(params, fault):
+    pytest.importorskip("torch")
+    spoil, modules = FAULTS[fault]
+    report = lsjax.measure.parity(
+        params, transformers_model(spoil(params)), **COMPARED
+    )  # theirs, so ours stay compiled
+    failed = [row.what for row in report.failures]
+    assert [what for what in failed if not what.startswith("logits")] == modules
+    assert report["logits, 3 of 3 layers"].error > (1e-3 if fault != "one weight" else 1e-4)
+    assert "logits, 3 of 3 layers" in failed
+    layer = {"grouping": "layers.0", "q and k order": "layers.0", "one weight": "layers.2"}.get(fault)
+    assert layer in (None, report.failures[0].where)
+    with pytest.raises(AssertionError, match=f"first of all {modules[0]}"):
+        report.assert_close()
 
 
 def test_logits_equal_numpy_float64(params):

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import CONFIG
-from support import compiled_programs, random_params
+from support import compiled_programs, random_params, temporaries_of
 
 import lsjax
 from lsjax.decode import generate as generate_module
+from lsjax.decode.prefill import start
+from lsjax.decode.request import Request
 from lsjax.decode.round import run_round
 from lsjax.decode.state import Plan
 
@@ -26,17 +28,14 @@ def params():
 
 
 def arguments(params, batch: int, plan: Plan, capacity: int, width: int = 8) -> tuple:
-    """Of the jitted core of ``generate``."""
-    lengths = np.full(batch, width, np.int32)
-    eos = np.full(4, -1, np.int32)
-    tokens = np.ones((batch, width), np.int32)
-    return params, tokens, lengths, np.int32(8), eos, np.int32(0), plan, capacity
+    """Of the jitted cores of ``generate`` and ``prefill``."""
+    tokens, lengths = np.ones((batch, width), np.int32), np.full(batch, width, np.int32)
+    eos, pad = np.full((batch, 4), -1, np.int32), np.zeros(batch, np.int32)
+    return params, Request(tokens, lengths, lengths + 8, eos, pad), plan, capacity
 
 
 def fresh_state(params, batch: int, plan: Plan, capacity: int):
-    tokens, lengths = np.ones((batch, 8), np.int32), np.full(batch, 8, np.int32)
-    eos, pad = np.full(4, -1, np.int32), np.int32(0)
-    return generate_module._prefill_jit(params, tokens, lengths, lengths + 8, eos, pad, plan, capacity)
+    return start(*arguments(params, batch, plan, capacity))
 
 
 def test_draft_reads_the_weights_of_its_layers_alone(params):
@@ -69,7 +68,7 @@ def test_each_depth_of_draft_is_a_program_of_its_own(params):
 def test_draft_and_verify_called_alone_are_the_round(params):
     state = fresh_state(params, 2, SPECULATIVE, 64)
     drafted = lsjax.draft(params, state)
-    after = generate_module.run_round(params, state)
+    after = run_round(params, state)
     assert drafted.tokens.shape == (2, 4)
     assert drafted.hidden.shape == (2, 5, CONFIG.hidden_size)
     targets = lsjax.verify(params, state, drafted).targets
@@ -83,11 +82,6 @@ def test_draft_and_verify_called_alone_are_the_round(params):
 
 def cache_bytes(batch: int, slots: int) -> int:
     return 4 * 2 * batch * CONFIG.num_key_value_heads * slots * CONFIG.head_dim * 4
-
-
-def temporaries_of(compiled) -> int:
-    """Bytes of temporary memory that a compiled program wants."""
-    return compiled.memory_analysis().temp_size_in_bytes
 
 
 def copying_round(params, state):
@@ -236,9 +230,8 @@ def lowered_for_cuda(function, *args, **kwargs) -> str:
 def test_programs_lower_for_cuda(params):
     state = fresh_state(params, 2, SPECULATIVE, 300)
     drafted = lsjax.draft(params, state)
-    prefill = generate_module._prefill_jit
     programs = {
-        "prefill": lowered_for_cuda(prefill, *fresh_arguments(params, SPECULATIVE, 300)),
+        "prefill": lowered_for_cuda(start, *arguments(params, 2, SPECULATIVE, 300)),
         "draft": lowered_for_cuda(lsjax.draft, params, state, num_layers=2),
         "verify": lowered_for_cuda(lsjax.verify, params, state, drafted),
         "generate": lowered_for_cuda(generate_module._generate, *arguments(params, 2, SPECULATIVE, 300)),
@@ -247,8 +240,3 @@ def test_programs_lower_for_cuda(params):
         assert "stablehlo.dot_general" in text, name
         assert "custom_call" not in text, name  # nothing that only one platform has
     assert "stablehlo.while" in programs["generate"]
-
-
-def fresh_arguments(params, plan: Plan, capacity: int) -> tuple:
-    tokens, lengths = np.ones((2, 8), np.int32), np.full(2, 8, np.int32)
-    return params, tokens, lengths, lengths + 8, np.full(4, -1, np.int32), np.int32(0), plan, capacity

@@ -14,6 +14,8 @@ COMMANDS = {
     "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
     "convert": "write a checkpoint anew, in Flax's or Hugging Face's layout",
     "inspect": "say what a checkpoint is and whether it would load, from its headers",
+    "agreement": "how often each layer names the whole model's token: look at it before choosing an exit",
+    "parity": "compare a checkpoint's modules, logits and greedy text with transformers' in torch",
 }
 
 

@@ -20,6 +20,7 @@ from lsjax.cli.parser import usage_errors
 from lsjax.decode.generate import generate
 from lsjax.io import load
 from lsjax.params import Params
+from lsjax.text.prompts import encode, pad_rows
 from lsjax.text.tokenizer import load_tokenizer
 
 
@@ -153,21 +154,9 @@ def open_session(options: argparse.Namespace) -> Session:
     rows = []
     for text in options.prompt:
         with usage_errors("--chat" if options.chat else "--prompt", ValueError):
-            rows.append(_encode(text, tokenizer, options.chat))
+            rows.append(encode(text, tokenizer, chat=options.chat))
             check_tokens(rows[-1], params.config)
-    lengths = np.array([len(row) for row in rows], np.int32)
-    tokens = np.zeros((len(rows), lengths.max()), np.int32)
-    for index, row in enumerate(rows):
-        tokens[index, : len(row)] = row
-    return Session(params, tokenizer, Prompts(options.prompt, tokens, lengths), options)
-
-
-def _encode(text: str, tokenizer: Any, chat: bool) -> np.ndarray:
-    if chat:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    # A chat template writes the special tokens itself.
-    return np.array(tokenizer(text, add_special_tokens=not chat)["input_ids"], np.int32)
+    return Session(params, tokenizer, Prompts(options.prompt, *pad_rows(rows)), options)
 
 
 def run(session: Session) -> int:

@@ -10,6 +10,8 @@ import numpy as np
 from lsjax.checks import as_array, check_vocabulary, is_traced, read_tokens
 from lsjax.config import LlamaConfig
 
+LEAST_WIDTH = 16  # the smallest bucket
+
 
 class Prompts(NamedTuple):
     """A batch of prompts.
@@ -86,11 +88,13 @@ def bucket(size: int, least: int) -> int:
     return least
 
 
-def widen(tokens: Any, width: int) -> Any:
-    """Rows padded on the right to ``width``; only concrete rows, in NumPy, since it saves compilations there alone."""
-    if is_traced(tokens) or tokens.shape[1] >= width:
+def to_bucket(tokens: Any, most: int | None = None) -> Any:
+    """Rows padded on the right to one of few widths, at most ``most``; concrete rows alone, in NumPy."""
+    if is_traced(tokens):
         return tokens
-    return np.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
+    width = bucket(tokens.shape[1], LEAST_WIDTH)
+    width = width if most is None else min(width, most)
+    return np.pad(tokens, ((0, 0), (0, max(width - tokens.shape[1], 0))))
 
 
 def _align(rows: Any, mask: Any) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from lsjax.checks import check_depth
+from lsjax.decode.folding import fold_rows
 from lsjax.decode.sampling import accept_greedy, greedy
 from lsjax.decode.state import DecodeState, Stats, check_model, check_usable
 from lsjax.decode.stopping import first_eos
@@ -123,7 +124,7 @@ def commit(state: DecodeState, drafted: Draft, verification: Verification) -> De
         slot = jnp.arange(targets.shape[1])
         end = first_eos(targets, slot <= accepted[:, None], state.eos)
         count = jnp.where(state.done, 0, jnp.minimum(accepted, end) + 1)
-        kept = jnp.where(slot < count[:, None], targets, state.pad)
+        kept = jnp.where(slot < count[:, None], targets, state.pad[:, None])
         write = jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (start,)))
         lengths = state.lengths + count
         return state.replace(
@@ -163,7 +164,7 @@ def decode_round(params: Params, state: DecodeState) -> DecodeState:
 
     Args:
         params: the model.
-        state: of :func:`~lsjax.decode.generate.prefill` or of an earlier round.
+        state: of :func:`~lsjax.decode.prefill.prefill` or of an earlier round.
 
     Returns:
         the state with 1 to K + 1 more tokens in every active row.
@@ -178,4 +179,4 @@ def decode_round(params: Params, state: DecodeState) -> DecodeState:
 @functools.partial(jax.jit, donate_argnums=2)
 def _decode_round(params: Params, state: DecodeState, cache: tuple[LayerCache, ...]) -> DecodeState:
     # Only the cache is donated: the small arrays may be shared with the states of other continuations.
-    return run_round(params, state.replace(cache=cache))
+    return fold_rows(run_round)(params, state.replace(cache=cache))

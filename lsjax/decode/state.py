@@ -59,7 +59,7 @@ class Stats(flax.struct.PyTreeNode):
 
 
 class DecodeState(flax.struct.PyTreeNode):
-    """A resumable batch of half-written texts.
+    """A resumable batch of half-written texts; every array starts with the batch axis.
 
     Invariant between rounds: row i has ``lengths[i] = n`` committed tokens, every layer's cache holds exactly
     ``n - 1`` valid positions, and the last committed token has not been through the model.
@@ -69,8 +69,8 @@ class DecodeState(flax.struct.PyTreeNode):
         lengths: int32 ``[batch]``, committed tokens, prompt included.
         limits: int32 ``[batch]``, the length at which a row is done; at most ``capacity``.
         done: bool ``[batch]``, rows that reached an EOS or their limit. They change no more.
-        eos: int32 ``[count]``, ids that end a row, filled up with -1, which is no id.
-        pad: int32 ``[]``, the id of padding.
+        eos: int32 ``[batch, count]``, ids that end each row, filled up with -1, which is no id.
+        pad: int32 ``[batch]``, the id of padding.
         cache: keys and values of the first ``plan.num_layers`` layers.
         stats: what was done so far.
         plan: static.

@@ -18,6 +18,12 @@ def eos_array(ids: tuple[int, ...]) -> np.ndarray:
 
 
 def first_eos(tokens: jax.Array, valid: jax.Array, eos: jax.Array) -> jax.Array:
-    """int32 ``[batch]``: the first valid position of ``tokens`` ``[batch, length]`` with an EOS, else ``length``."""
-    ends = valid & (tokens[:, :, None] == eos).any(axis=-1)
+    """int32 ``[batch]``: the first valid position with an EOS, else ``length``.
+
+    Args:
+        tokens: int32 ``[batch, length]``.
+        valid: bool ``[batch, length]``.
+        eos: int32 ``[batch, count]``.
+    """
+    ends = valid & (tokens[:, :, None] == eos[:, None, :]).any(axis=-1)
     return jnp.where(ends.any(axis=1), jnp.argmax(ends, axis=1), tokens.shape[1]).astype(jnp.int32)

@@ -53,32 +53,31 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.A
     block = min(BLOCK, slots)
     rows = length * group  # the queries that meet one key head
     query = query.reshape(batch, length, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
-    query = query.reshape(batch * kv_heads, rows, head_dim)
+    query = query.reshape(batch, kv_heads, rows, head_dim)
     row_position = jnp.repeat(positions, group, axis=1)[:, None, :, None]  # [batch or 1, 1, rows, 1]
 
     def step(index, carry):
         maximum, total, mixed = carry
         first = jnp.minimum(index * block, slots - block)  # the last block may overlap the one before it
-        # Blocks are reshaped, never the cache: XLA would write its two shapes twice, and copy it for that.
-        keys = lax.dynamic_slice_in_dim(key, first, block, axis=2).reshape(batch * kv_heads, block, head_dim)
-        values = lax.dynamic_slice_in_dim(value, first, block, axis=2).reshape(batch * kv_heads, block, head_dim)
-        scores = _batched_dot(query, keys, contract=(2, 2)) * head_dim**-0.5
+        # Batch and key heads stay two axes: with heads on several devices, merging them would gather the cache.
+        keys = lax.dynamic_slice_in_dim(key, first, block, axis=2)
+        values = lax.dynamic_slice_in_dim(value, first, block, axis=2)
+        scores = _batched_dot(query, keys, contract=(3, 3)) * head_dim**-0.5
         slot = first + jnp.arange(block)
         visible = (slot <= row_position) & (slot >= index * block)
-        scores = jnp.where(visible, scores.reshape(batch, kv_heads, rows, block), -jnp.inf)
-        scores = scores.reshape(batch * kv_heads, rows, block)
+        scores = jnp.where(visible, scores, -jnp.inf)
         # Slot 0 is visible to every query, so the maximum is finite from the first block on.
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1))
         weights = jnp.exp(scores - new_maximum[..., None])
         rescale = jnp.exp(maximum - new_maximum)
         total = total * rescale + weights.sum(axis=-1)
-        mixed = mixed * rescale[..., None] + _batched_dot(weights.astype(value.dtype), values, contract=(2, 1))
+        mixed = mixed * rescale[..., None] + _batched_dot(weights.astype(value.dtype), values, contract=(3, 2))
         return new_maximum, total, mixed
 
     carry = (
-        jnp.full((batch * kv_heads, rows), -jnp.inf, jnp.float32),
-        jnp.zeros((batch * kv_heads, rows), jnp.float32),
-        jnp.zeros((batch * kv_heads, rows, head_dim), jnp.float32),
+        jnp.full((batch, kv_heads, rows), -jnp.inf, jnp.float32),
+        jnp.zeros((batch, kv_heads, rows), jnp.float32),
+        jnp.zeros((batch, kv_heads, rows, head_dim), jnp.float32),
     )
     blocks = -(-used // block)
     _, total, mixed = step(0, carry) if slots == block else lax.fori_loop(0, blocks, step, carry)
@@ -88,5 +87,5 @@ def _attend(query: jax.Array, key: jax.Array, value: jax.Array, positions: jax.A
 
 
 def _batched_dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    dimensions = (((contract[0],), (contract[1],)), ((0,), (0,)))
+    dimensions = (((contract[0],), (contract[1],)), ((0, 1), (0, 1)))
     return lax.dot_general(left, right, dimensions, preferred_element_type=jnp.float32)

@@ -179,7 +179,10 @@ class Llama(nn.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """The final norm and the head: ``[..., hidden]`` of any layer to float32 ``[..., vocab]``."""
-        hidden = self.norm(hidden)
+        return self.head(self.norm(hidden))
+
+    def head(self, hidden: jax.Array) -> jax.Array:
+        """The output projection alone: ``[..., hidden]`` to float32 ``[..., vocab]``."""
         if self.config.tie_word_embeddings:
             return _head_dot(hidden, self.embed_tokens.embedding, 1)
         return self.lm_head(hidden)

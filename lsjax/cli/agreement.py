@@ -1,0 +1,149 @@
+"""``lsjax agreement``: how often each layer names the whole model's token, and what an exit there would give."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lsjax.cli.generate import DTYPES
+from lsjax.cli.parser import Parser, UsageError, at_least, usage_errors
+
+
+def make_parser() -> Parser:
+    """The parser of ``lsjax agreement``."""
+    parser = Parser(
+        prog="lsjax agreement",
+        description="Lets the model continue some prompts and prints, for each layer, how often it already names the\n"
+        "token that the whole model picks, which drafts an exit there would have had accepted (exactly, by\n"
+        "replaying the rounds), and a rough estimate of the speed-up. Look at it before choosing --exit-layer.",
+        epilog="examples:\n"
+        "  lsjax agreement demo\n"
+        "  lsjax agreement ./checkpoint --prompts questions.txt --chat --num-speculations 6 --plot layers.png\n"
+        "  lsjax agreement ./checkpoint --prompts articles.jsonl --max-new-tokens 0\n\n"
+        "exit status: 0, or 2 for wrong usage.",
+    )
+    parser.add_argument(
+        "source", metavar="SRC", help="a directory, a .gguf file, a model's name on the Hugging Face hub, or 'demo'"
+    )
+    parser.add_argument(
+        "--prompts",
+        type=_prompts,
+        metavar="FILE",
+        help='one prompt a line; in a .jsonl file {"prompt": "..."} or {"tokens": [ids]} (default: a few built-in)',
+    )
+    parser.add_argument(
+        "--num-speculations", type=at_least(0), default=4, metavar="K", help="drafts a round (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=at_least(0),
+        default=64,
+        metavar="N",
+        help="tokens that the model writes after each prompt; 0: measure the prompts' own text (default: %(default)s)",
+    )
+    parser.add_argument("--chat", action="store_true", help="put each prompt into the model's chat template")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, metavar="NAME", help=f"the weights' type: {', '.join(DTYPES)} (default: the file's)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument(
+        "--plot", type=_picture, metavar="PNG", help="also draw the table (needs matplotlib, the extra 'plot')"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``lsjax agreement`` and returns its exit status."""
+    options = make_parser().parse_args(argv)
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that torch is absent
+    # Only now JAX and what builds on it, so that help and wrong usage answer at once.
+    from lsjax.cli.session import note
+    from lsjax.io import load
+    from lsjax.measure.agreement import agreement
+
+    draw: Any = None
+    if options.plot is not None:
+        with usage_errors("--plot", ImportError):
+            from lsjax.measure.plot import draw
+    note(f"loading {options.source}")
+    with usage_errors(options.source, ValueError, OSError, ImportError):
+        rows = _encode(options)
+        params = load(options.source, dtype=options.dtype)
+    from lsjax.text.prompts import pad_rows
+
+    tokens, lengths = pad_rows(rows)
+    note("compiling, generating and measuring")
+    with usage_errors("--prompts", ValueError):
+        found = agreement(
+            params,
+            tokens,
+            prompt_lengths=lengths,
+            max_new_tokens=options.max_new_tokens,
+            num_speculations=options.num_speculations,
+        )
+    if options.plot is not None:
+        title = f"{options.source} ({params.dtype})"
+        with usage_errors(f"--plot {options.plot}", OSError):
+            draw(found, title).savefig(options.plot)
+    about = {"model": options.source, "dtype": str(params.dtype), "max_new_tokens": options.max_new_tokens}
+    print(json.dumps(about | found.to_dict()) if options.json else found)
+    return 0
+
+
+def _encode(options: argparse.Namespace) -> list[Any]:
+    """Rows of ids; the tokenizer is loaded only for texts."""
+    from lsjax.text.prompts import PROMPTS, encode
+    from lsjax.text.tokenizer import load_tokenizer
+
+    prompts = list(PROMPTS) if options.prompts is None else options.prompts
+    if options.chat and not all(isinstance(prompt, str) for prompt in prompts):
+        raise UsageError('--chat is for texts: --prompts holds {"tokens": ...}')
+    tokenizer = None
+    if any(isinstance(prompt, str) for prompt in prompts):
+        try:
+            tokenizer = load_tokenizer(options.source)
+        except FileNotFoundError as error:
+            if "holds no tokenizer" not in str(error):
+                raise
+            hint = 'give ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
+            raise UsageError(f"{error}; {hint}") from error
+    return [encode(item, tokenizer, chat=options.chat) if isinstance(item, str) else item for item in prompts]
+
+
+def _prompts(name: str) -> list[Any]:
+    """The type of a file of prompts: a list of texts and of lists of ids."""
+    try:
+        lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"expected a text file in UTF-8, got {name!r} ({error})") from error
+    if not lines:
+        raise argparse.ArgumentTypeError(f"expected a prompt a line, got nothing in {name!r}")
+    return [_read_json(line, name) for line in lines] if name.endswith(".jsonl") else lines
+
+
+def _read_json(line: str, name: str) -> Any:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    match entry:
+        case {"prompt": str(text)} if text:
+            return text
+        case {"tokens": [*ids]} if ids and all(isinstance(item, int) for item in ids):
+            return ids
+    raise argparse.ArgumentTypeError(
+        f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in each line of {name!r}, got {line[:60]!r}'
+    )
+
+
+def _picture(name: str) -> Path:
+    path = Path(name)
+    if path.suffix.lower() != ".png":
+        raise argparse.ArgumentTypeError(f"expected a file name that ends in .png, got {name!r}")
+    if not path.resolve().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"expected a file in an existing directory, got {name!r}")
+    return path

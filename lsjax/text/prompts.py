@@ -1,0 +1,47 @@
+"""Texts as the model reads them: encoded, in chat format where wanted, and padded to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+# Prompts of different kinds and lengths, for looking at a model without having any of one's own.
+PROMPTS = (
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea, there lived an old clockmaker who",
+    "def fibonacci(n):\n    ",
+    "Ingredients for pancakes: two eggs, 300 ml of milk,",
+    "Q: Why is the sky blue?\nA:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "The three laws of thermodynamics say that energy",
+    "1, 1, 2, 3, 5, 8,",
+)
+
+
+def encode(text: str, tokenizer: Any, *, chat: bool = False) -> np.ndarray:
+    """A prompt's ids, int32 ``[length]``.
+
+    Args:
+        text: the prompt.
+        tokenizer: of :func:`~lsjax.text.tokenizer.load_tokenizer`, or any of transformers.
+        chat: put the text into the tokenizer's chat template, as a user's turn that is to be answered.
+
+    Raises:
+        ValueError: ``chat``, and the tokenizer has no chat template.
+    """
+    if chat:
+        turns = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    # A chat template writes the special tokens itself.
+    return np.array(tokenizer(text, add_special_tokens=not chat)["input_ids"], np.int32)
+
+
+def pad_rows(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of ids as one batch: int32 ``[batch, width]`` padded on the right with 0, and lengths int32 ``[batch]``."""
+    lengths = np.array([len(row) for row in rows], np.int32)
+    tokens = np.zeros((len(rows), lengths.max(initial=0)), np.int32)
+    for index, row in enumerate(rows):
+        tokens[index, : len(row)] = row
+    return tokens, lengths
