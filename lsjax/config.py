@@ -97,7 +97,7 @@ class RopeScaling:
         """Refuses a value of the wrong kind; lists become tuples, so that a configuration can be hashed."""
         fits, wanted = _is_number(value) and value > 0, "a number above 0"
         if name == "original_max_position_embeddings":
-            fits, wanted = _is_int(value) and 1 < value <= _LARGEST_INT, "an int above 1 and below 2**31"
+            fits, wanted = _is_int(value) and 1 < value <= _LARGEST_INT, "an int above 1"
         elif name in ("mscale", "mscale_all_dim"):
             fits, wanted = _is_number(value) and value >= 0, "a number of at least 0"
         elif name == "truncate":
