@@ -6,6 +6,7 @@ from pathlib import Path
 
 from lsjax.convert import flax, gguf, huggingface, pytorch
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError
+from lsjax.convert.files import is_there
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -36,4 +37,4 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def _has_weights(directory: Path, weights: str) -> bool:
-    return any((directory / f"{weights}{suffix}").is_file() for suffix in ("", ".index.json"))
+    return any(is_there(directory / f"{weights}{suffix}") for suffix in ("", ".index.json"))

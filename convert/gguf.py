@@ -6,15 +6,19 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lsjax.config import LlamaConfig, RopeScaling
+from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Listing, Stored, read_array
+from lsjax.convert.gguf_header import Header, TensorInfo, read_header
+from lsjax.convert.gguf_rope import decimal, read_rope_scaling
 from lsjax.convert.names import GGUF
 
 # Metadata under "llama." that `_config` reads ...
@@ -33,10 +37,14 @@ _USED = {
     "rope.scale_linear",
     "rope.scaling.type",
     "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow",
     "vocab_size",
 }
 # ... and that changes nothing of what the model computes. Whatever else there is gets refused.
-_HARMLESS = {"rope.scaling.finetuned", "rope.scaling.original_context_length", "tensor_data_layout"}
+_HARMLESS = {"rope.scaling.finetuned", "tensor_data_layout"}
 _OFF = {"expert_count", "expert_used_count", "attention.sliding_window"}  # harmless when 0
 
 
@@ -48,100 +56,85 @@ def describe(path: Path) -> Checkpoint:
             compute, are among the checkpoint's problems, by name.
         ImportError: the ``gguf`` package is not installed.
     """
-    reader = _open(path)
-    metadata = _metadata(reader, path)
-    listing = _list_tensors(reader, path)
+    header = read_header(path)
+    listing = _list_tensors(header, path)
     try:
-        return Checkpoint(path, "gguf", GGUF, listing, _config(metadata, listing, path), entries=metadata)
+        return Checkpoint(path, "gguf", GGUF, listing, _config(header.metadata, listing, path), entries=header.metadata)
     except CheckpointError as error:
-        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems, metadata)
+        return Checkpoint(path, "gguf", GGUF, listing, None, error.problems, header.metadata)
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
     """Everything that a GGUF file says beside its tensors, as ``{"general.architecture": "llama", ...}``.
 
     Raises:
-        CheckpointError: not a whole GGUF file.
-        ImportError: the ``gguf`` package is not installed.
+        CheckpointError: not a GGUF file, or its header is damaged.
     """
-    return _metadata(_open(path), path)
+    return read_header(path).metadata
 
 
-def _open(path: Path) -> Any:
-    """The package's reader of this file, made to check what it reads against the file's size."""
+def _list_tensors(header: Header, path: Path) -> Listing:
+    """The tensors, each where it has to be: one after the other, padded to the alignment, as ggml insists too."""
     try:
         import gguf
     except ImportError as error:
-        raise ImportError("GGUF files are read through the gguf package: pip install 'lsjax[demo]'") from error
+        raise ImportError("GGUF tensors are read through the gguf package: pip install 'lsjax[demo]'") from error
 
-    class Reader(gguf.GGUFReader):
-        # Beyond the end the package's reader gets empty arrays, and a damaged length keeps it looping over them.
-        def _get(self, offset, dtype, count=1, override_order=None):
-            dtype, count, offset = np.dtype(dtype), int(count), int(offset)
-            end = offset + dtype.itemsize * count
-            if end > self.data.size:
-                raise ValueError(f"expected at least {end:,} bytes, got {self.data.size:,}")
-            self.data = self.data.view(np.ndarray)  # slicing a memmap costs several times as much
-            return super()._get(offset, dtype, count, override_order)
-
-        # One object for a whole array of numbers, not one for each.
-        def _get_field_parts(self, orig_offs, raw_type):
-            if raw_type == gguf.GGUFValueType.ARRAY:
-                item, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-                number = self.gguf_scalar_to_np.get(item[0])
-                if number is not None:
-                    values = self._get(orig_offs + 12, number, length[0])
-                    types = [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType(item[0])]
-                    return 12 + values.nbytes, [item, length, values], [2], types
-            return super()._get_field_parts(orig_offs, raw_type)
-
-    try:
-        return Reader(path)
-    except OSError:
-        raise
-    except Exception as error:  # the package raises whatever NumPy happens to raise on damaged bytes
-        raise CheckpointError(path, [f"not GGUF, truncated or altered: {error}"]) from error
+    tensors, problems = [], []
+    end: int | None = 0  # of the last tensor; None after one whose size is not known
+    for info in header.tensors:
+        expected = None if end is None else -(-end // header.alignment) * header.alignment
+        if expected is not None and info.offset != expected:
+            problems.append(f"wrong offset: {info.name} in {path.name}: expected {expected:,}, got {info.offset:,}")
+        try:
+            kind = gguf.GGMLQuantizationType(info.kind)
+        except ValueError:  # refused by this name; where the next tensor starts is not known
+            read, end = functools.partial(np.empty, info.shape), None
+            tensors.append(Stored(info.name, info.shape, f"ggml type {info.kind}", path.name, read))
+            continue
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        size = math.prod(info.shape) // block * block_bytes
+        end = info.offset + size
+        if info.shape[-1] % block:
+            rows = f"rows of a multiple of {block} for {kind.name}"
+            problems.append(f"wrong shape: {info.name} in {path.name}: expected {rows}, got {list(info.shape)}")
+        elif header.start + end > header.size:
+            sizes = f"expected {header.start + end:,} bytes, got {header.size:,}"
+            problems.append(f"truncated or altered: {info.name} in {path.name}: {sizes}")
+        read = functools.partial(_read, path, header.start + info.offset, info, kind)
+        tensors.append(Stored(info.name, info.shape, _dtype_of(kind), path.name, read, size, kind.name))
+    return Listing(tuple(tensors), tuple(problems))
 
 
-def _metadata(reader: Any, path: Path) -> dict[str, Any]:
-    try:
-        return {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:  # for instance text that is not UTF-8
-        raise CheckpointError(path, [f"truncated or altered metadata: {error}"]) from error
-
-
-def _list_tensors(reader: Any, path: Path) -> Listing:
+@functools.cache
+def _dtype_of(kind: Any) -> str:
+    """``F32``, which all types are read as, or the name of one that the package does not dequantize."""
     import gguf
 
-    def read(tensor: Any) -> np.ndarray:
-        # Not from the reader's memory map, whose pages would stay in memory.
-        data = read_array(path, int(tensor.data_offset), tensor.data.shape, tensor.data.dtype)
-        values = gguf.dequantize(data, tensor.tensor_type)
-        return values.astype(np.float32, copy=False).reshape(tensor.shape.tolist()[::-1])
+    if kind == gguf.GGMLQuantizationType.F64:
+        return "F32"
+    try:
+        gguf.dequantize(np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError:
+        return f"ggml {kind.name}"
+    return "F32"
 
-    @functools.cache
-    def dtype_of(kind: Any) -> str:
-        block = np.zeros(gguf.GGML_QUANT_SIZES[kind][1], np.uint8)
-        try:
-            gguf.dequantize(block.view(np.float16) if kind == gguf.GGMLQuantizationType.F16 else block, kind)
-        except NotImplementedError:
-            return f"ggml {kind.name}"
-        return "F32"  # what all are dequantized to
 
-    return Listing(
-        tuple(
-            Stored(
-                tensor.name,
-                tuple(tensor.shape.tolist()[::-1]),
-                dtype_of(tensor.tensor_type),
-                path.name,
-                functools.partial(read, tensor),
-                int(tensor.n_bytes),
-                tensor.tensor_type.name,
-            )
-            for tensor in reader.tensors
-        )
-    )
+def _read(path: Path, offset: int, info: TensorInfo, kind: Any) -> np.ndarray:
+    import gguf
+
+    if kind == gguf.GGMLQuantizationType.F64:
+        stored = read_array(path, offset, info.shape, np.dtype(np.float64))
+        with np.errstate(over="ignore"):
+            values = stored.astype(np.float32)
+        if np.isinf(values).sum() > np.isinf(stored).sum():
+            raise CheckpointError(path, [f"out of range: {info.name} holds numbers beyond the range of float32"])
+        return values
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows = (*info.shape[:-1], info.shape[-1] // block * block_bytes)
+    with np.errstate(all="ignore"):  # of scales that are not finite; the numbers are the file's
+        values = gguf.dequantize(read_array(path, offset, rows, np.dtype(np.uint8)), kind)
+    return values.astype(np.float32, copy=False).reshape(info.shape)
 
 
 def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaConfig:
@@ -165,8 +158,6 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
         for name, value in entries.items()
         if name not in _USED | _HARMLESS
     ]
-    if "rope_freqs.weight" in shapes:
-        problems.append("rope_freqs.weight: rope factors (Llama 3.1's scaling) are not supported in GGUF")
     head_dim = entries.get("attention.key_length", entries.get("rope.dimension_count", 0))
     for name in ("attention.value_length", "rope.dimension_count"):
         if entries.get(name, head_dim) != head_dim:
@@ -174,7 +165,7 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
     if problems:
         raise CheckpointError(path, problems)
     try:
-        return LlamaConfig(
+        config = LlamaConfig(
             vocab_size=shapes.get("token_embd.weight", (entries.get("vocab_size", 0),))[0],
             hidden_size=entries["embedding_length"],
             intermediate_size=entries["feed_forward_length"],
@@ -183,9 +174,8 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
             num_key_value_heads=entries.get("attention.head_count_kv", 0),
             head_dim=head_dim,
             max_position_embeddings=entries["context_length"],
-            rms_norm_eps=_decimal(entries["attention.layer_norm_rms_epsilon"]),
-            rope_theta=_decimal(entries.get("rope.freq_base", 10000.0)),
-            rope_scaling=_rope_scaling(entries),
+            rms_norm_eps=decimal(entries["attention.layer_norm_rms_epsilon"]),
+            rope_theta=decimal(entries.get("rope.freq_base", 10000.0)),
             attention_bias="blk.0.attn_q.bias" in shapes,
             mlp_bias="blk.0.ffn_up.bias" in shapes,
             tie_word_embeddings="output.weight" not in shapes,
@@ -193,18 +183,9 @@ def _config(metadata: Mapping[str, Any], listing: Listing, path: Path) -> LlamaC
             eos_token_id=_stops(metadata),
             pad_token_id=metadata.get("tokenizer.ggml.padding_token_id"),
         )
+        return dataclasses.replace(config, rope_scaling=read_rope_scaling(entries, listing, config))
     except (ValueError, TypeError) as error:
         raise CheckpointError(path, [f"metadata: {error}"]) from error
-
-
-def _rope_scaling(entries: Mapping[str, Any]) -> RopeScaling | None:
-    kind = entries.get("rope.scaling.type", "linear" if "rope.scale_linear" in entries else "none")
-    factor = entries.get("rope.scaling.factor", entries.get("rope.scale_linear", 1.0))
-    if kind == "none" or (kind == "linear" and factor in (0, 1)):  # llama.cpp reads 0 as "no scaling"
-        return None
-    if kind != "linear":
-        raise ValueError(f"llama.rope.scaling.type: expected 'none' or 'linear', got {kind!r}")
-    return RopeScaling(rope_type="linear", factor=_decimal(factor))
 
 
 def _stops(metadata: Mapping[str, Any]) -> tuple[int, ...]:
@@ -212,8 +193,3 @@ def _stops(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     names = ("eos", "eot", "eom")
     ids = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in names]
     return tuple(dict.fromkeys(token for token in ids if token is not None))
-
-
-def _decimal(value: Any) -> Any:
-    """A float32 of the metadata as the decimal that was meant: 1e-5, not 9.999999747378752e-06."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value

@@ -7,8 +7,9 @@ from typing import Any
 
 from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Format, Listing
+from lsjax.convert.files import is_there, read_json
 from lsjax.convert.names import HUGGINGFACE, Table
-from lsjax.convert.shards import list_tensors, read_json
+from lsjax.convert.shards import list_tensors
 
 WEIGHTS = "model.safetensors"  # or the shards that an index of this name places
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
@@ -24,19 +25,15 @@ def with_config(directory: Path, kind: Format, table: Table, listing: Listing) -
     found: dict[str, dict[str, Any]] = {}
     problems = []
     for name in ("config.json", "generation_config.json"):
-        if not (directory / name).is_file():
+        if name != "config.json" and not is_there(directory / name):
             continue
         try:
             found[name] = read_json(directory / name)
         except CheckpointError as error:
-            problems += [f"{name}: {problem}" for problem in error.problems]
-        except OSError as error:
-            problems.append(f"{name}: {error}")
+            problems += error.problems
     entries, generation = found.get("config.json", {}), found.get("generation_config.json", {})
     config = None
-    if not (directory / "config.json").is_file():
-        problems.append("absent: config.json")
-    elif not problems:
+    if not problems:
         try:
             config = LlamaConfig.from_dict(entries, generation)
         except (ValueError, TypeError) as error:

@@ -121,6 +121,7 @@ GGUF = Table(
         Row("output_norm.weight", "norm/scale", "keep"),
         Row("output.weight", "lm_head/kernel", "transpose"),
     ),
+    ignored=("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"),  # read with the metadata
 )
 
 # What `lsjax.save` writes: the tree's own names and layouts.

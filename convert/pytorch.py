@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from lsjax.convert.checkpoint import DTYPES, Checkpoint, Stored, read_array
+from lsjax.convert.files import trouble
 from lsjax.convert.huggingface import with_config
 from lsjax.convert.names import HUGGINGFACE
 from lsjax.convert.shards import list_tensors
@@ -61,8 +62,8 @@ def _import_torch() -> Any:
 
 def _read_header(torch: Any, load_whole: Any, path: Path) -> tuple[list[Stored], list[str]]:
     """The tensors of one file, and what is wrong with it."""
-    if not path.is_file():
-        return [], [f"absent: {path.name}"]
+    if problem := trouble(path):
+        return [], [problem]
     try:
         records = _records(path)
         with warnings.catch_warnings():

@@ -8,6 +8,9 @@ import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+_LARGEST_INT = 2**31 - 1  # sizes, ids and positions are int32 on devices
+_LARGEST_HEAD = 2**16  # rotary angles are made on the host, whatever the weights turn out to be
+_LARGEST_NUMBER = 1e15  # products and quotients of two are in float32's range
 _THETA = 10000.0  # where a configuration names none
 
 # Entries of a rope dictionary by type, beside ``rope_type`` and ``rope_theta``: those that it must have, and may have.
@@ -94,7 +97,7 @@ class RopeScaling:
         """Refuses a value of the wrong kind; lists become tuples, so that a configuration can be hashed."""
         fits, wanted = _is_number(value) and value > 0, "a number above 0"
         if name == "original_max_position_embeddings":
-            fits, wanted = _is_int(value) and value > 1, "an int above 1"
+            fits, wanted = _is_int(value) and 1 < value <= _LARGEST_INT, "an int above 1"
         elif name in ("mscale", "mscale_all_dim"):
             fits, wanted = _is_number(value) and value >= 0, "a number of at least 0"
         elif name == "truncate":
@@ -154,6 +157,8 @@ class LlamaConfig:
         for name in _POSITIVE_INTS:
             if not _is_int(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected an int above 0, got {getattr(self, name)!r}")
+            if getattr(self, name) > _LARGEST_INT:
+                raise ValueError(f"{name}: expected at most {_LARGEST_INT}, got {getattr(self, name)}")
         if not self.head_dim:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -163,6 +168,11 @@ class LlamaConfig:
             put("head_dim", self.hidden_size // self.num_attention_heads)
         if not _is_int(self.head_dim) or self.head_dim < 2 or self.head_dim % 2:
             raise ValueError(f"head_dim: expected an even int above 0, got {self.head_dim!r}")
+        if self.head_dim > _LARGEST_HEAD or self.head_dim * self.num_attention_heads > _LARGEST_INT:
+            raise ValueError(
+                f"head_dim: expected at most {_LARGEST_HEAD}, and {_LARGEST_INT} over all heads, "
+                f"got {self.head_dim} for {self.num_attention_heads}"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of num_key_value_heads "
@@ -189,6 +199,8 @@ class LlamaConfig:
             value = getattr(self, name)
             if value is not None and not _is_int(value):
                 raise ValueError(f"{name}: expected an int or None, got {value!r}")
+            if value is not None and value > _LARGEST_INT:
+                raise ValueError(f"{name}: expected at most {_LARGEST_INT}, got {value}")
             if value is not None and value < 0:  # some checkpoints write -1 for "none"
                 put(name, None)
 
@@ -268,7 +280,7 @@ def token_ids(name: str, value: Any) -> tuple[int, ...]:
     """
     if value is None:
         return ()
-    several = isinstance(value, Iterable) and not isinstance(value, str) and getattr(value, "ndim", 1)
+    several = isinstance(value, Iterable) and not isinstance(value, str | Mapping) and getattr(value, "ndim", 1)
     ids: tuple[Any, ...] = tuple(value) if several else (value,)
     try:
         found = tuple(operator.index(token) for token in ids if not isinstance(token, bool))
@@ -284,7 +296,9 @@ def _is_int(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return value == 0 or 1 / _LARGEST_NUMBER <= abs(value) <= _LARGEST_NUMBER
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
@@ -333,7 +347,7 @@ def _read_rope(
     old_type, rope_type = (_type_name(entries.pop(name, None)) for name in ("type", "rope_type"))
     if None not in (old_type, rope_type) and old_type != rope_type:
         raise ValueError(f"rope parameters contradict themselves: type {old_type!r} and rope_type {rope_type!r}")
-    rope_type = rope_type or old_type or "default"
+    rope_type = next((value for value in (rope_type, old_type) if value is not None), "default")
     if rope_type not in ROPE_TYPES:
         raise ValueError(f"rope_type {rope_type!r} is not supported: expected one of {', '.join(ROPE_TYPES)}")
     inner_theta = entries.pop("rope_theta", None)
@@ -370,7 +384,11 @@ def _type_name(rope_type: Any) -> Any:
 def _ratio(max_position_embeddings: Any, original: Any) -> float | None:
     """The stretch that two lengths imply; None where one is no length, which is for others to refuse."""
     lengths = (max_position_embeddings, original)
-    return max_position_embeddings / original if all(_is_int(length) and length > 0 for length in lengths) else None
+    return (
+        max_position_embeddings / original
+        if all(_is_int(length) and 0 < length <= _LARGEST_INT for length in lengths)
+        else None
+    )
 
 
 def _check_rope_fits(config: LlamaConfig) -> None:

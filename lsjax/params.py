@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -132,14 +133,18 @@ def _init_leaf(key: jax.Array, spread: float, name: str, like: jax.ShapeDtypeStr
 
 
 @functools.lru_cache(maxsize=32)
-def _abstract_tree(config: LlamaConfig, dtype: jnp.dtype) -> dict[str, Any]:
+def _one_layer_tree(config: LlamaConfig, dtype: jnp.dtype) -> dict[str, Any]:
     model, tokens = Llama(config, dtype), jnp.zeros((1, 1), jnp.int32)
     return jax.eval_shape(lambda key: model.init(key, tokens)["params"], jax.random.key(0))
 
 
 def abstract_tree(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The names, shapes and dtypes that a parameter tree must have, as ``jax.ShapeDtypeStruct``."""
-    return jax.tree.map(lambda leaf: leaf, _abstract_tree(config, jnp.dtype(dtype)))
+    # All layers are alike, and tracing hundreds of them takes a minute.
+    tree = dict(_one_layer_tree(dataclasses.replace(config, num_hidden_layers=1), jnp.dtype(dtype)))
+    layer = tree.pop("layers_0")
+    tree |= {f"layers_{n}": layer for n in range(config.num_hidden_layers)}
+    return jax.tree.map(lambda leaf: leaf, tree)
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,8 +152,8 @@ def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows[order]
 
 
-def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None):
-    """A GGUF file; ``kinds`` names the type that a tensor is quantized to."""
+def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None, stored_kinds: dict | None = None):
+    """A GGUF file; ``kinds`` names the type that a tensor is quantized to, ``stored_kinds`` what bytes already are."""
     import gguf
 
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
@@ -165,7 +165,9 @@ def write_gguf(path, metadata: dict, tensors: dict, kinds: dict | None = None):
         (writer.add_array if isinstance(value, list) else add[kind])(name, value)
     for name, value in tensors.items():
         kind = (kinds or {}).get(name)
-        if kind is None:
+        if name in (stored_kinds or {}):
+            writer.add_tensor(name, value, raw_dtype=(stored_kinds or {})[name])
+        elif kind is None:
             writer.add_tensor(name, value)
         else:
             quantized = gguf.quantize(value, gguf.GGMLQuantizationType[kind])

@@ -193,9 +193,11 @@ def test_bos_and_eos_are_added_where_the_file_says_so(bos, eos, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokenizer.ggml.pre": "llama-bpe"}, "tokenizer.ggml.pre: expected one of smollm, got 'llama-bpe'"),
-        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre: expected one of smollm, got None"),
-        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.model: expected 'gpt2'.*, got 'llama'"),
+        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre: expected one of gpt-2, .*smollm, got 'tekken'"),
+        ({"tokenizer.ggml.pre": None}, "tokenizer.ggml.pre: expected one of .*smollm, got None"),
+        ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model: expected 'gpt2'.* or 'llama'.*, got 't5'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.pre: expected one of default, got 'smollm'"),
+        ({"tokenizer.ggml.model": "llama"}, "tokenizer.ggml.scores: expected 260 finite numbers"),
         ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens: expected different tokens, got 0 among 0"),
         ({"tokenizer.ggml.tokens": ["a"] * 260}, "tokenizer.ggml.tokens: expected different tokens, got 1 among 260"),
         ({"tokenizer.ggml.token_type": [1]}, "tokenizer.ggml.token_type: expected 260 entries, got 1"),
@@ -207,6 +209,103 @@ def test_bos_and_eos_are_added_where_the_file_says_so(bos, eos, tmp_path):
 def test_a_vocabulary_that_lsjax_cannot_use_is_refused_by_name(changes, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         load_tokenizer(vocabulary_file(tmp_path / "a.gguf", **changes))
+
+
+# Llama 3's pattern, spelled without the flag inside it.
+LLAMA3 = regex.compile(
+    r"'(?:[sS]|[tT]|[rR][eE]|[vV][eE]|[mM]|[lL][lL]|[dD])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+MERGES = ["Ġ a", "a b", "t h", "th e", "Ġ the", "1 2", "12 3", "4 5", "' l", "'l l", "Ċ Ċ", "Ġ Ġ", "e r", "i n", "Ã ©"]
+WORDS = [merge.replace(" ", "") for merge in MERGES]
+
+
+@pytest.mark.parametrize(("pre", "pattern"), [("gpt-2", GPT2), ("llama-bpe", LLAMA3), ("smaug-bpe", LLAMA3)])
+def test_byte_level_vocabularies_split_and_merge_as_written_out(pre, pattern, tmp_path):
+    tokens = [*byte_letters(), *WORDS, "Ġinter", "<|begin|>"]  # "Ġinter" is a token that no merge makes
+    changes = {"tokens": tokens, "token_type": [1] * (len(tokens) - 1) + [3], "merges": MERGES, "pre": pre}
+    changes |= {"bos_token_id": len(tokens) - 1, "eos_token_id": len(tokens) - 1}
+    path = vocabulary_file(tmp_path / "a.gguf", **{f"tokenizer.ggml.{name}": value for name, value in changes.items()})
+    tokenizer = load_tokenizer(path)
+    ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(MERGES)}
+    letters = byte_letters()
+    for text in (*STRINGS, "the inter inn 12345 I'LL\n\n  é"):
+        expected = []
+        for word in pattern.findall(text):
+            spelled = [letters[byte] for byte in word.encode()]
+            whole = pre == "llama-bpe" and "".join(spelled) in tokens
+            expected += ["".join(spelled)] if whole else merge(spelled, ranks)
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert [tokens[i] for i in ids] == expected, repr(text)
+        assert tokenizer.decode(ids) == text
+    begins = [len(tokens) - 1] if pre == "llama-bpe" else []
+    assert tokenizer("a").input_ids == [*begins, tokens.index("a")]
+
+
+def sentencepiece_tokens():
+    """A small vocabulary as Llama 2's: unknown and control tokens, bytes, pieces by score, runs of spaces alike."""
+    pieces = ["▁t", "he", "▁the", "in", "▁a", "er", "aa", "aaa", "▁in", "ing", "ab", "ba", "aba"]
+    runs = ["▁" * size for size in (2, 4, 8, 3)]
+    letters = list("▁abcdefghijklmnopqrstuvwxyzTI.,'é")
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces, *runs, *letters, "<mark>"]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(pieces + runs + letters), 4]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(pieces))] + [-1e9] * len(runs)
+    return tokens, kinds, scores + [-100.0 - i for i in range(len(letters))] + [0.0]
+
+
+def sentencepiece_file(path, **changes):
+    tokens, kinds, scores = sentencepiece_tokens()
+    entries = {"model": "llama", "pre": "default", "merges": None, "tokens": tokens, "token_type": kinds}
+    entries |= {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
+    return vocabulary_file(path, **{f"tokenizer.ggml.{name}": value for name, value in (entries | changes).items()})
+
+
+def merge_by_score(word: list[str], scores: dict) -> list[str]:
+    """SentencePiece's BPE: the pair whose union scores best first, its leftmost occurrence first."""
+    while True:
+        unions = [(-scores[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(word)) if a + b in scores]
+        if not unions:
+            return word
+        _, i = min(unions)
+        word = [*word[:i], word[i] + word[i + 1], *word[i + 2 :]]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_vocabularies_merge_by_score_as_written_out(prefix, tmp_path):
+    tokens, kinds, scores = sentencepiece_tokens()
+    tokenizer = load_tokenizer(sentencepiece_file(tmp_path / "a.gguf", add_space_prefix=prefix))
+    ids = {token: i for i, token in enumerate(tokens)}
+    normal = {token: score for token, kind, score in zip(tokens, kinds, scores, strict=True) if kind == 1}
+    strings = [text for text in STRINGS if "<s>" not in text and "</s>" not in text]
+    for text in (*strings, "the  inner aaaaa ababa", *("a" + " " * size + "b" for size in range(20))):
+        spelled = ("▁" * (prefix and text != "")) + text.replace(" ", "▁")
+        expected = []
+        for piece in merge_by_score(list(spelled), normal):
+            expected += [ids[piece]] if piece in normal else [ids[f"<0x{byte:02X}>"] for byte in piece.encode()]
+        found = tokenizer(text).input_ids
+        assert found == [1, *expected], repr(text)
+        assert tokenizer.decode(found, skip_special_tokens=True) == text
+
+
+def test_sentencepiece_text_after_a_special_token_begins_with_a_space_again(tmp_path):
+    tokens, _, _ = sentencepiece_tokens()
+    tokenizer = load_tokenizer(sentencepiece_file(tmp_path / "a.gguf", add_bos_token=False))
+    assert [tokens[i] for i in tokenizer("a</s>the<mark>in").input_ids] == ["▁a", "</s>", "▁the", "<mark>", "▁in"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"scores": None}, "tokenizer.ggml.scores: expected 310 finite numbers that rank the tokens, got 0"),
+        ({"scores": [-1000.0] * 310}, "tokenizer.ggml.scores: expected 310 finite numbers that rank the tokens"),
+        ({"scores": [float("nan")] * 310}, "tokenizer.ggml.scores: expected 310 finite"),
+        ({"remove_extra_whitespaces": True}, "tokenizer.ggml.remove_extra_whitespaces is not supported"),
+        ({"pre": "llama-bpe"}, "tokenizer.ggml.pre: expected one of default, got 'llama-bpe'"),
+    ],
+)
+def test_a_sentencepiece_vocabulary_that_lsjax_cannot_use_is_refused_by_name(changes, message, tmp_path):
+    with pytest.raises(CheckpointError, match=message):
+        load_tokenizer(sentencepiece_file(tmp_path / "a.gguf", **changes))
 
 
 def test_a_directory_has_transformers_tokenizer_or_says_that_it_has_none(tmp_path):
