@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 import transformers
@@ -146,14 +145,15 @@ def test_what_a_scaling_leaves_out_follows_from_the_rest():
     assert yarn.rope_scaling == RopeScaling("yarn", 4.0, None, None, 32768, None, 32.0, 1.0)
     assert read(rope_scaling={**YARN, "beta_fast": 32, "beta_slow": 1, "truncate": True, "mscale": None}) == yarn
     assert read(rope_scaling={**YARN, "factor": None}) == yarn  # 131072 / 32768
-    found: Any = read(rope_scaling=LONGROPE).rope_scaling
-    (scaling,) = {found}  # hashable
+    scaling = read(rope_scaling=LONGROPE).rope_scaling
+    assert scaling is not None
+    assert len({scaling, read(rope_scaling=LONGROPE).rope_scaling}) == 1
     assert scaling.factor == 131072 / 4096
     assert scaling.long_factor == tuple(FACTORS["long_factor"])
     phi = {"type": "su", **FACTORS}
     assert read(rope_scaling=phi, original_max_position_embeddings=4096).rope_scaling == scaling
-    old: Any = read(rope_scaling=phi).rope_scaling
-    assert old.original_max_position_embeddings == 131072
+    unsaid = dataclasses.replace(scaling, factor=1.0, original_max_position_embeddings=131072)
+    assert read(rope_scaling=phi).rope_scaling == unsaid
     # Beside a dictionary that says another length it wins, as in transformers.
     both = {**LONGROPE, "original_max_position_embeddings": 131072}
     assert read(rope_scaling=both, original_max_position_embeddings=4096).rope_scaling == scaling

@@ -1,6 +1,7 @@
 """Scaled rotary positions against transformers and float64, and that whatever the type, a row is what it is alone."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from support import (
     NumpyLlama,
     attention_factor,
     frequencies,
+    quickly_compiled,
     random_params,
     transformers_config,
     transformers_model,
@@ -39,6 +41,7 @@ LONGROPE = {
     "original_max_position_embeddings": ORIGINAL,
 }
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
+forward = quickly_compiled(lsjax.forward)
 UNIT = 2.0**-24  # half of float32's last place: one operation's rounding, relative
 
 
@@ -158,7 +161,7 @@ def test_logits_equal_transformers_on_both_sides_of_the_original_length(kind):
     oracle = NumpyLlama(params)
     found = None
     for length in (60,) if "yarn" in kind else (ORIGINAL, 60):
-        found = lsjax.forward(params, tokens(length))
+        found = forward(params, tokens(length))
         model = transformers_model(params)
         expected = torch_logits(model, tokens(length), cached=kind == "dynamic" and length > ORIGINAL)
         assert expected.std() >= 1
@@ -167,7 +170,7 @@ def test_logits_equal_transformers_on_both_sides_of_the_original_length(kind):
     # The scaling is no ornament: without it the logits are others.
     assert found is not None
     plain = lsjax.Params(scaled(None), params.tree)
-    assert np.abs(found - lsjax.forward(plain, tokens(60))).max() > 0.1
+    assert np.abs(found - forward(plain, tokens(60))).max() > 0.1
 
 
 PROGRAM: Any = {"exit_layer": 1, "num_speculations": 3, "eos_token_id": ()}
@@ -192,10 +195,11 @@ def test_speculation_is_lossless_past_the_original_length(kind):
     params = text_model({"yarn": YARN, "dynamic": DYNAMIC}[kind])
     prompts, lengths = tokens(16, batch=3), np.array([16, 9, 12])
     prompts = np.where(np.arange(16) < lengths[:, None], prompts, 0)
-    out = lsjax.generate(params, prompts, prompt_lengths=lengths, max_new_tokens=40, **PROGRAM)
+    program = functools.partial(lsjax.generate, prompt_lengths=lengths, max_new_tokens=40, **PROGRAM)
+    out = quickly_compiled(program)(params, prompts)
     check_text(params, prompts, lengths, 40, out, 56)
     assert 0 < out.stats.accepted.sum() < out.stats.drafted.sum()
-    logits = lsjax.forward(params, out.tokens[:1])
+    logits = forward(params, out.tokens[:1])
     np.testing.assert_array_equal(logits[0, 15:-1].argmax(-1), out.tokens[0, 16:])
 
 
@@ -209,7 +213,7 @@ def test_longrope_takes_one_list_for_a_whole_text_by_what_it_may_come_to():
     assert (short.tokens[:, 14:] != long.tokens[:, 14:-1]).any()
     # forward, which takes a text's width for what it may come to, agrees with either.
     for out in (short, long):
-        logits = lsjax.forward(params, out.tokens)
+        logits = forward(params, out.tokens)
         np.testing.assert_array_equal(logits[:, 13:-1].argmax(-1), out.tokens[:, 14:])
     # A capacity decides instead: short texts as a long one begins.
     begun = lsjax.generate(params, prompts, max_new_tokens=18, capacity=64, **PROGRAM)
@@ -222,7 +226,7 @@ def test_a_longrope_row_alone_in_rounds_and_continued_is_that_row():
     long = lsjax.generate(params, prompts, max_new_tokens=19, **PROGRAM)
     alone = lsjax.generate(params, prompts[0], max_new_tokens=19, **PROGRAM)
     np.testing.assert_array_equal(alone.tokens, long.tokens[0])
-    compiled = jax.jit(lambda p, t: lsjax.generate(p, t, max_new_tokens=19, **PROGRAM).tokens)
+    compiled = quickly_compiled(lambda p, t: lsjax.generate(p, t, max_new_tokens=19, **PROGRAM).tokens)
     np.testing.assert_array_equal(compiled(params, prompts), long.tokens)
     state = lsjax.prefill(params, prompts[0, :9], capacity=64, **PROGRAM)
     state = lsjax.prefill(params, prompts[0, 9:], state=state, max_new_tokens=19)
