@@ -5,7 +5,7 @@ one batch, and the statistics of every row come back with the text. For greedy t
 ``lsjax.measure.agreement`` knows all pairs from two programs; the experiment checks that it does.
 
 Run it as ``python examples/batch_experiment.py [CHECKPOINT [PICTURE.png]]``: by default on SmolLM2-135M-Instruct, which
-is fetched once (some minutes on a laptop). It needs the extra ``plot``.
+is fetched once (a quarter of an hour on two cores). It needs the extra ``plot``.
 """
 
 import dataclasses

@@ -1,5 +1,6 @@
 """Shared set-up of the tests: nothing reaches a model hub, and everything runs on the CPU."""
 
+import gc
 import os
 
 import pytest
@@ -8,6 +9,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=2")  # for the tests of sharding
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs_in_memory():
+    """Drops a module's compiled programs at its end: thousands of them slow down all that is traced after."""
+    yield
+    import jax
+
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -49,34 +49,24 @@ def test_prompts_are_the_rows_of_a_batch(data, batch):
     def one(tokens, length):
         return lsjax.generate(data.params, tokens, prompt_lengths=length, eos_token_id=eos, **OPTIONS)
 
-    # Prompts along the second axis, and within the caller's own jit.
-    found = jax.jit(jax.vmap(one, in_axes=(1, 0)))(data.prompts.T, data.lengths)
-    assert_same(found, expected)
+    # Two axes, prompts along the last of them, within the caller's own jit.
+    mapped = jax.jit(jax.vmap(jax.vmap(one), in_axes=(2, 0)))
+    found = mapped(data.prompts.reshape(4, 4, WIDTH).transpose(1, 2, 0), data.lengths.reshape(4, 4))
+    assert found.tokens.shape == (4, 4, WIDTH + 16)
+    assert_same(jax.tree.map(lambda x: x.reshape(16, *x.shape[2:]), found), expected)
 
 
 @pytest.mark.slow
-def test_axes_of_batches_nest(data, batch):
-    eos, expected = batch
-
-    def several(tokens, lengths):
-        return lsjax.generate(data.params, tokens, prompt_lengths=lengths, eos_token_id=eos, **OPTIONS)
-
-    found = jax.vmap(jax.vmap(several))(data.prompts.reshape(2, 2, 4, WIDTH), data.lengths.reshape(2, 2, 4))
-    assert found.tokens.shape == (2, 2, 4, WIDTH + 16)
-    assert_same(jax.tree.map(lambda x: x.reshape(16, *x.shape[3:]), found), expected)
-
-
-@pytest.mark.slow
-def test_keys_that_draw_prompts(data):
-    keys = jax.random.split(jax.random.key(7), 5)
+def test_keys_that_draw_prompts(data, batch):
+    keys, eos = jax.random.split(jax.random.key(7), 16), batch[0]
 
     def draw(key):
         return jax.random.randint(key, (WIDTH,), 0, CONFIG.vocab_size)
 
     def experiment(key):
-        return lsjax.generate(data.params, draw(key), **OPTIONS).stats.acceptance_rate
+        return lsjax.generate(data.params, draw(key), eos_token_id=eos, **OPTIONS).stats.acceptance_rate
 
-    expected = lsjax.generate(data.params, np.array([draw(key) for key in keys]), **OPTIONS)
+    expected = lsjax.generate(data.params, np.array([draw(key) for key in keys]), eos_token_id=eos, **OPTIONS)
     np.testing.assert_array_equal(jax.vmap(experiment)(keys), expected.stats.acceptance_rate)
 
 
@@ -115,9 +105,9 @@ def test_stacked_params_one_after_the_other(data):
     def with_norm(scale, tokens):
         return one(lsjax.Params(CONFIG, {**models[0].tree, "norm": {"scale": scale}}), tokens)
 
-    found = jax.vmap(with_norm)(norms, jnp.stack([prompts[:2], prompts[2:]]))
-    np.testing.assert_array_equal(found.tokens[0], expected.tokens[0, :2])
-    np.testing.assert_array_equal(found.tokens[1], with_norm(norms[1], prompts[2:]).tokens)
+    found = jax.vmap(with_norm)(norms, jnp.stack([prompts, data.prompts[4:8]]))
+    np.testing.assert_array_equal(found.tokens[0], expected.tokens[0])
+    np.testing.assert_array_equal(found.tokens[1], with_norm(norms[1], data.prompts[4:8]).tokens)
 
 
 @pytest.mark.slow
