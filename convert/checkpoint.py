@@ -33,11 +33,11 @@ class CheckpointError(ValueError):
     """
 
     def __init__(self, where: object, problems: Iterable[str]) -> None:
-        self.problems = tuple(map(_one_line, problems))
+        self.problems = tuple(map(one_line, problems))
         super().__init__(f"cannot load {where}:\n  " + "\n  ".join(self.problems))
 
 
-def _one_line(problem: str, longest: int = 2000) -> str:
+def one_line(problem: str, longest: int = 2000) -> str:
     """A line that can be shown, whatever names and values from a file stand in it."""
     if len(problem) > longest:
         problem = f"{problem[: longest // 2]} ... {problem[-longest // 2 :]}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lsjax.convert import flax, huggingface, pytorch
-from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError, Listing, Stored
+from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError, Listing, Stored, one_line
 from lsjax.convert.formats import open_checkpoint
 from lsjax.convert.names import HUGGINGFACE
 from lsjax.convert.plan import Plan, make_plan
@@ -81,19 +81,20 @@ def inspect(path: Path) -> Inspection:
         checkpoint, found = _without_weights(path, error), None
     plan = make_plan(checkpoint)
     tensors = checkpoint.listing.tensors
+    family = checkpoint.entries.get("general.architecture" if path.is_file() else "model_type")
     taken = [step.tensor for step in plan.steps] or list(tensors)
     return Inspection(
         where=path,
         format=found,
-        family=checkpoint.entries.get("general.architecture" if path.is_file() else "model_type"),
+        family=family if isinstance(family, str) else None,
         config=_config(checkpoint),
         num_parameters=sum(math.prod(tensor.shape) for tensor in taken),
         num_bytes=sum(tensor.stored_bytes for tensor in tensors),
         dtypes=dict(collections.Counter(map(stored_dtype, tensors)).most_common()),
         tensors=tensors,
         files={entry.name: entry.stat().st_size for entry in _files(path)},
-        problems=plan.problems,
-        notes=tuple(_notes(checkpoint, plan)),
+        problems=tuple(map(one_line, plan.problems)),
+        notes=tuple(map(one_line, _notes(checkpoint, plan))),
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax
 
-from lsjax.checks import is_traced
+from lsjax.checks import check_int, is_traced
 from lsjax.convert import flax, inspection
 from lsjax.convert.assemble import assemble, check_dtype
 from lsjax.convert.checkpoint import CheckpointError
@@ -159,8 +159,7 @@ def convert(
     """
     if to not in TARGETS:
         raise ValueError(f"to: expected {' or '.join(map(repr, TARGETS))}, got {to!r}")
-    if shard_bytes < 1:
-        raise ValueError(f"shard_bytes: expected at least 1, got {shard_bytes!r}")
+    shard_bytes = check_int("shard_bytes", shard_bytes, 1)
     dtype = check_dtype(dtype)
     target = Path(destination).expanduser().resolve()
     path = locate(source, revision=revision, progress=progress, files=(*WEIGHT_FILES, *TOKENIZER_FILES))

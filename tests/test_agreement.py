@@ -182,6 +182,8 @@ def test_the_picture_says_what_was_measured(found):
         ('{"prompt": 3}', "bad.jsonl", "got '{\"prompt\": 3}'"),
         ('{"tokens": []}', "bad.jsonl", 'expected {"prompt": "..."} or {"tokens": [ids]}'),
         ("not json", "bad.jsonl", "got 'not json'"),
+        ('{"tokens": [3]}\n{"tokens": [true]}', "bad.jsonl", "in line 2 of"),
+        ('{"tokens": [3, 99999999999999]}', "bad.jsonl", "in line 1 of"),
         ('{"tokens": [5, 131]}', "range.jsonl", "expected ids in 0..130, got 131"),
         ("hello", "text.txt", 'give ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'),
     ],
@@ -217,3 +219,13 @@ def test_the_package_brings_it_without_torch_transformers_or_matplotlib():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_lines_end_at_line_breaks_alone(tmp_path):
+    from lsjax.cli.agreement import _prompts
+
+    texts = ["one\u2028line", "another\x0b"]
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    for name, content in (("a.jsonl", "\r\n".join(lines)), ("a.txt", "\n".join(texts))):
+        (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8", newline="")
+        assert _prompts(str(tmp_path / name)) == texts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -429,3 +430,13 @@ def test_the_main_job_on_the_demo_model(capsys):
     out = capsys.readouterr().out
     assert "Paris" in out.splitlines()[0]
     assert "identical token for token" in out
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    """As ``lsjax ... | head -1``: no traceback."""
+    command = [sys.executable, "-m", "lsjax", "inspect", str(tmp_path)]
+    read, write = os.pipe()
+    os.close(read)
+    result = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (result.returncode, result.stderr) == (141, "")

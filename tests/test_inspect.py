@@ -226,3 +226,16 @@ def test_many_problems_are_cut(checkpoint, show):
     assert not (directory.parent / "out").exists()
     with pytest.raises(ValueError, match="unexpected: t49"):
         convert(directory, directory.parent / "out")
+
+
+@pytest.mark.parametrize("family", ["\x1b[31mRED\nlsjax loads it", "\ud800", ["llama"]])
+def test_what_a_file_says_cannot_reach_the_terminal_raw(family, checkpoint, capsys):
+    directory, tensors = checkpoint
+    save_file(tensors | {"evil\x1b[2J": np.ones(3, np.float32)}, directory / "model.safetensors")
+    write_config(directory, model_config(), model_type=family)
+    for options in ([], ["--all"], ["--json"]):
+        assert lsjax.cli.main(["inspect", str(directory), *options]) == 1
+        out = capsys.readouterr().out
+        assert out.isascii()
+        assert all(line.isprintable() for line in out.splitlines())
+        assert "lsjax loads it" not in out.splitlines()

@@ -279,3 +279,21 @@ def test_rows_cannot_be_changed():
     row = ParityRow("norm", 1e-7, 1.0, 1e-5, "")
     with pytest.raises(dataclasses.FrozenInstanceError):
         row.error = 0.0  # type: ignore[misc]
+
+
+@pytest.mark.slow
+def test_longrope_is_compared_on_both_sides_of_its_original_length(tmp_path):
+    pytest.importorskip("torch")
+    factors = {"short_factor": [1.0] * 4, "long_factor": [1.5, 2.0, 3.0, 4.0]}
+    rope = {"rope_type": "longrope", "factor": 8.0, "original_max_position_embeddings": 32, **factors}
+    write_plain(tmp_path, random_model(5, rope_scaling=rope, num_hidden_layers=2))
+    rng = np.random.default_rng(0)
+    for lengths, new in (((20,), 0), ((10, 40), 8)):
+        rows = [rng.integers(0, 131, length) for length in lengths]
+        report = lsjax.measure.parity(tmp_path, tokens=rows, max_new_tokens=new)
+        report.assert_close()
+
+
+def test_no_prompts_are_refused(directory):
+    with pytest.raises(ValueError, match="prompts: expected at least one text, got none"):
+        lsjax.measure.parity(directory, prompts=[])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -27,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 for success, 1 where a comparison failed or an inspected checkpoint would not load, 2 for wrong usage (said in
-        one line on stderr), 130 after Ctrl-C.
+        one line on stderr), 130 after Ctrl-C, 141
+        where the reader of standard output has gone.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = "lsjax"
@@ -44,6 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader, such as head, has seen enough; what is left must not raise at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def _parser() -> Parser:

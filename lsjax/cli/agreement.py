@@ -76,6 +76,9 @@ def main(argv: Sequence[str]) -> int:
     from lsjax.text.prompts import pad_rows
 
     tokens, lengths = pad_rows(rows)
+    # Under longrope prompts on both sides of its original length go together with the long factors.
+    longest, boundary = tokens.shape[1] + options.max_new_tokens, params.config.short_length
+    capacity = longest if boundary is not None and longest > boundary else None
     note("compiling, generating and measuring")
     with usage_errors("--prompts", ValueError):
         found = agreement(
@@ -84,6 +87,7 @@ def main(argv: Sequence[str]) -> int:
             prompt_lengths=lengths,
             max_new_tokens=options.max_new_tokens,
             num_speculations=options.num_speculations,
+            capacity=capacity,
         )
     if options.plot is not None:
         title = f"{options.source} ({params.dtype})"
@@ -117,15 +121,18 @@ def _encode(options: argparse.Namespace) -> list[Any]:
 def _prompts(name: str) -> list[Any]:
     """The type of a file of prompts: a list of texts and of lists of ids."""
     try:
-        lines = [line for line in Path(name).read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = Path(name).read_text(encoding="utf-8-sig")  # line breaks of other systems are \n by now
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"expected a text file in UTF-8, got {name!r} ({error})") from error
+    lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
     if not lines:
         raise argparse.ArgumentTypeError(f"expected a prompt a line, got nothing in {name!r}")
-    return [_read_json(line, name) for line in lines] if name.endswith(".jsonl") else lines
+    if not name.endswith(".jsonl"):
+        return list(lines.values())
+    return [_read_json(line, f"line {number} of {name!r}") for number, line in lines.items()]
 
 
-def _read_json(line: str, name: str) -> Any:
+def _read_json(line: str, where: str) -> Any:
     try:
         entry = json.loads(line)
     except ValueError:
@@ -133,10 +140,10 @@ def _read_json(line: str, name: str) -> Any:
     match entry:
         case {"prompt": str(text)} if text:
             return text
-        case {"tokens": [*ids]} if ids and all(isinstance(item, int) for item in ids):
+        case {"tokens": [*ids]} if ids and all(type(item) is int and 0 <= item < 2**31 for item in ids):
             return ids
     raise argparse.ArgumentTypeError(
-        f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in each line of {name!r}, got {line[:60]!r}'
+        f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in {where}, got {line[:60]!r}'
     )
 
 

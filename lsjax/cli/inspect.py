@@ -43,17 +43,18 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Runs ``lsjax inspect`` and returns its exit status."""
     options = make_parser().parse_args(argv)
+    from lsjax.convert.checkpoint import one_line
     from lsjax.convert.inspection import stored_dtype
     from lsjax.io import inspect
 
     with usage_errors(options.source, ValueError, OSError, ImportError):
         found = inspect(options.source)
     if options.json:
-        print(json.dumps(found.to_dict(), ensure_ascii=False))
+        print(json.dumps(found.to_dict()))
     else:
         rows = [(tensor.name, f"{list(tensor.shape)}", stored_dtype(tensor)) for tensor in found.tensors]
         for line in _describe(found, rows if options.all else _fold(rows)):
-            print(line)
+            print(one_line(line))  # names and values come from the file
     return 0 if found.loads else 1
 
 

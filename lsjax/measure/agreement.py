@@ -178,6 +178,7 @@ def agreement(
     max_new_tokens: int = 64,
     num_speculations: int = 4,
     eos_token_id: int | Iterable[int] | None = None,
+    capacity: int | None = None,
 ) -> Agreement:
     """Measures, for every layer, how often it agrees with the last one, and what drafting with it would give.
 
@@ -195,6 +196,7 @@ def agreement(
             text is measured; acceptance is then an estimate, since the text's tokens need not be the model's.
         num_speculations: drafts a round, K.
         eos_token_id: as of ``lsjax.generate``.
+        capacity: as of ``lsjax.generate``.
 
     Raises:
         ValueError: says what was expected and what came.
@@ -210,11 +212,14 @@ def agreement(
     num_speculations = check_int("num_speculations", num_speculations, 0)
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 0)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
+    if capacity is None:
+        capacity = choose_capacity(params.config, prompts, max_new_tokens, eager=True)
     text, first, lengths = prompts.tokens, np.zeros_like(prompts.lengths), prompts.lengths
     limits, ended = lengths, np.zeros(lengths.shape, bool)
     if max_new_tokens:
         eos = params.config.eos_token_id if eos_token_id is None else token_ids("eos_token_id", eos_token_id)
-        out = generate(params, text, prompt_lengths=prompts.lengths, max_new_tokens=max_new_tokens, eos_token_id=eos)
+        options = {"max_new_tokens": max_new_tokens, "eos_token_id": eos, "capacity": capacity}
+        out = generate(params, text, prompt_lengths=prompts.lengths, **options)
         text, first = np.asarray(out.tokens), prompts.lengths - 1
         lengths = np.asarray(out.lengths) - prompts.lengths
         limits = np.full_like(lengths, max_new_tokens)
@@ -222,7 +227,6 @@ def agreement(
         ended = np.isin(last, eos)
     count = int(lengths.max())
     width = text.shape[1]
-    capacity = choose_capacity(params.config, prompts, max_new_tokens, eager=True)  # as the text was generated
     choices = _choices(params, to_bucket(text), first, bucket(count, LEAST_WIDTH), capacity)
     choices = np.asarray(choices)[:, :, :count]
     column = np.arange(count)

@@ -70,9 +70,8 @@ def compare_modules(
 
     def see(seen: Seen) -> None:
         if seen.part == "rotary_emb":
-            for name, angles, expected in zip(
-                ("rotary cos", "rotary sin"), rotation(params.config, jnp.asarray(seen.given)), seen.output, strict=True
-            ):
+            ours = rotation(params.config, jnp.asarray(seen.given), seen.given.shape[-1])
+            for name, angles, expected in zip(("rotary cos", "rotary sin"), ours, seen.output, strict=True):
                 note(name, None, np.tile(angles, 2), expected)  # transformers keeps both halves of a head
             return
         note(seen.part, seen.layer, _run(params, seen), *seen.output)

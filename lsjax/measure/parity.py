@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 
 from lsjax.checks import check_depth, check_int, check_params, check_tokens, is_traced
 from lsjax.config import token_ids
-from lsjax.convert import flax
+from lsjax.convert.formats import open_checkpoint
 from lsjax.decode.generate import generate
 from lsjax.io import load
 from lsjax.measure.modules import compare_modules
@@ -51,11 +50,12 @@ def parity(
     of ``lsjax.forward`` at some depths with those of the torch model cut off there. *Tokens*: transformers' greedy
     continuation of each prompt with that of ``lsjax.generate``, autoregressive and self-speculative; texts may part
     only where the torch model, reading the text so far, has both tokens within 1e-4 of its logits' standard deviation
-    below its best one: a tie that rounding decides, counted in the report.
+    below its best one: a tie that rounding decides, counted in the report. (With ``dynamic`` rotary scaling, texts past
+    ``max_position_embeddings`` differ by design: see README.)
 
     Args:
-        source: what ``lsjax.load`` takes, as long as transformers reads it too (so none that ``lsjax.save`` wrote),
-            or parameters in float32, with ``reference``.
+        source: what ``lsjax.load`` takes, as long as transformers reads it too (so not Flax's layout, which lsjax
+            writes), or parameters in float32, with ``reference``.
         reference: a ``LlamaForCausalLM`` in float32 on the CPU to compare with. None: the source, as transformers
             reads it.
         prompts: texts to compare on, encoded by the source's tokenizer.
@@ -86,6 +86,10 @@ def parity(
     """
     if prompts is not None and tokens is not None:
         raise ValueError("give prompts or tokens, not both")
+    if isinstance(prompts, str):
+        raise TypeError("prompts: expected several texts, got one str")
+    if prompts is not None and not len(prompts):
+        raise ValueError("prompts: expected at least one text, got none")
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 0)
     with _on_the_cpu():
         params, torch_model = _open(source, reference, revision)
@@ -151,18 +155,27 @@ def compare_tokens(
         the row of the worst text, and how many texts part at a tie.
     """
     what = "tokens, autoregressive" if exit_layer is None else f"tokens, exit layer {exit_layer}"
-    tokens, lengths = pad_rows(prompts)
-    out = generate(params, tokens, prompt_lengths=lengths, exit_layer=exit_layer, **options)
     worst, ties = ParityRow(what, 0.0, 0.0, TIE, "all equal"), 0
-    for index, (row, length, text) in enumerate(
-        zip(np.asarray(out.tokens), np.asarray(out.lengths), expected, strict=True)
+    for index, (prompt, written, text) in enumerate(
+        zip(prompts, _write(params, prompts, exit_layer, options), expected, strict=True)
     ):
-        written = row[:length].tolist()
         if written != list(text):
-            row = _parting(what, reference, written, text, f"text {index}", int(lengths[index]))
+            row = _parting(what, reference, written, text, f"text {index}", len(prompt))
             ties += row.ok
             worst = worse(worst, row)
     return worst, ties
+
+
+def _write(
+    params: Params, prompts: Sequence[np.ndarray], exit_layer: int | None, options: dict[str, Any]
+) -> Iterator[list[int]]:
+    """Each prompt's text, prompt included: of one batch, or alone where longrope's length may lie between rows."""
+    alone = params.config.short_length is not None
+    for rows in [[prompt] for prompt in prompts] if alone else [prompts]:
+        tokens, lengths = pad_rows(rows)
+        out = generate(params, tokens, prompt_lengths=lengths, exit_layer=exit_layer, **options)
+        for row, length in zip(np.asarray(out.tokens), np.asarray(out.lengths), strict=True):
+            yield row[:length].tolist()
 
 
 def _parting(
@@ -172,10 +185,10 @@ def _parting(
     at = next((i for i, (ours, theirs) in enumerate(zip(written, text, strict=False)) if ours != theirs), None)
     if at is None:  # one ends where the other goes on
         at = min(len(written), len(text))
-        return ParityRow(what, np.inf, 1.0, TIE, f"{where}, new token {at - start}: one text ends")
+        return ParityRow(what, np.inf, 1.0, TIE, f"{where}, new token {at - start + 1}: one text ends")
     logits = reference.logits(np.array([text[:at]]))[0, -1]
     gap = float(logits.max() - min(logits[written[at]], logits[text[at]]))
-    where = f"{where}, new token {at - start}: id {written[at]}, expected {text[at]}"
+    where = f"{where}, new token {at - start + 1}: id {written[at]}, expected {text[at]}"
     return ParityRow(what, gap, float(logits.std()), TIE, where)
 
 
@@ -183,9 +196,9 @@ def _open(source: Any, reference: Any, revision: str | None) -> tuple[Params, Re
     """Our model and torch's, both float32 on the CPU."""
     if isinstance(source, str | os.PathLike):
         path = locate(source, revision=revision)
-        if reference is None and any(path.glob(f"{Path(flax.WEIGHTS).stem}*.safetensors")):
+        if reference is None and open_checkpoint(path).format == "lsjax":
             raise ValueError(
-                f"{path} was written by lsjax.save, which transformers does not read: convert it first "
+                f"{path} was written by lsjax, which transformers does not read: convert it first "
                 "(`lsjax convert --to hf`), or give a torch model as reference"
             )
         params = load(source, "float32", revision=revision)
@@ -214,7 +227,7 @@ def _read_inputs(
             rows = [rng.integers(0, params.config.vocab_size, length) for length in _RANDOM_LENGTHS]
             what = "random ids"
     rows = [check_tokens(row, params.config)[0][0] for row in rows]
-    return rows, f"{what}: {len(rows)} rows, {sum(map(len, rows))} tokens"
+    return rows, f"{what}: {len(rows)} row{'s'[: len(rows) > 1]}, {sum(map(len, rows))} tokens"
 
 
 def _encode(source: Any, prompts: Sequence[str] | None, revision: str | None) -> tuple[list[np.ndarray], str]:
@@ -231,10 +244,8 @@ def _encode(source: Any, prompts: Sequence[str] | None, revision: str | None) ->
         if prompts is not None:
             raise
         return [], ""
-    if isinstance(prompts, str):
-        raise TypeError("prompts: expected several texts, got one str")
     what = "built-in prompts" if prompts is None else "given prompts"
-    return [encode(prompt, tokenizer) for prompt in prompts or PROMPTS], what
+    return [encode(prompt, tokenizer) for prompt in (PROMPTS if prompts is None else prompts)], what
 
 
 def _on_the_cpu() -> contextlib.AbstractContextManager[Any]:

@@ -121,11 +121,26 @@ def load_reference(path: Path) -> Reference:
     torch = _torch()
     from transformers import AutoModelForCausalLM
 
-    if path.is_file():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    else:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with _no_bar():
+        if path.is_file():
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     return Reference(model.eval())
+
+
+@contextlib.contextmanager
+def _no_bar() -> Iterator[None]:
+    """Without transformers' own progress bar, which it shows even where there is no terminal."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def as_reference(model: Any, config: LlamaConfig) -> Reference:
