@@ -166,7 +166,7 @@ def compiled(function, *arguments) -> Any:
     return jax.jit(function).lower(*arguments).compile()
 
 
-@pytest.mark.parametrize("plan", [pytest.param(Plan(4, 4, 0), marks=pytest.mark.slow), Plan(2, 4, 3)])
+@pytest.mark.parametrize("plan", [Plan(2, 4, 3)])
 def test_a_mapped_program_is_the_batch_s_program(data, plan):
     capacity, params = 512, data.params
 
