@@ -141,10 +141,10 @@ def test_texts_may_part_at_a_tie_only(params, gap, ties):
     assert judge.asked == [[texts[1][:5]]]  # the judge reads the text up to there
     assert (row.ok, found) == (bool(ties), ties)
     assert row.relative == pytest.approx(gap, rel=0.05)
-    assert row.where == f"text 1, new token 3: id {texts[1][5]}, expected 1"
+    assert row.where == f"text 1, new token 4: id {texts[1][5]}, expected 1"
     row, _ = compare_tokens(params, judge, prompts, [texts[0], texts[1][:4], *texts[2:]], exit_layer=None, **options)
     assert not row.ok
-    assert row.where == "text 1, new token 2: one text ends"
+    assert row.where == "text 1, new token 3: one text ends"
 
 
 # The command and the example, on a checkpoint without a tokenizer.
@@ -218,7 +218,7 @@ def test_what_does_not_fit_the_checkpoint(directory, params, tmp_path, capsys):
     assert "holds no tokenizer" in capsys.readouterr().err
     lsjax.save(params, tmp_path / "saved")
     assert lsjax.cli.main(["parity", str(tmp_path / "saved")]) == 2
-    assert "written by lsjax.save, which transformers does not read" in capsys.readouterr().err
+    assert "written by lsjax, which transformers does not read" in capsys.readouterr().err
 
 
 def test_what_does_not_fit_the_reference(params):
