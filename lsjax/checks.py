@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding
 
 from lsjax.config import LlamaConfig
 
@@ -31,7 +32,9 @@ def check_params(params: Any) -> None:
 def _check_mesh(name: str, tree: Any) -> None:
     """That no array is sharded over axes whose placement the program itself would have to state."""
     for leaf in jax.tree.leaves(tree):
-        explicit = jax.typeof(leaf).sharding.mesh.explicit_axes if isinstance(leaf, jax.Array) else ()
+        # Of concrete arrays the sharding itself: making each one's type costs a round a millisecond.
+        sharding: Any = jax.typeof(leaf).sharding if isinstance(leaf, Tracer) else getattr(leaf, "sharding", None)
+        explicit = sharding.mesh.explicit_axes if isinstance(sharding, NamedSharding) else ()
         if explicit:
             raise ValueError(
                 f"{name}: expected a mesh of automatic axes, such as jax.sharding.Mesh(mesh.devices, mesh.axis_names); "
