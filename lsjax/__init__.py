@@ -9,11 +9,13 @@ from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
 from lsjax.decode.state import DecodeState, Plan, Stats
 from lsjax.io import load, save
 from lsjax.params import Params, forward, init, tensor_parallel
+from lsjax.prepared import DecodeParams, prepare
 
 __version__ = "0.1.0"
 
 __all__ = [
     "CheckpointError",
+    "DecodeParams",
     "DecodeState",
     "Draft",
     "GenerateOutput",
@@ -31,6 +33,7 @@ __all__ = [
     "load",
     "measure",
     "prefill",
+    "prepare",
     "save",
     "tensor_parallel",
     "verify",

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,66 @@ from lsjax.model.cache import LayerCache, init_cache
 from lsjax.model.llama import Llama
 
 
+class Model:
+    """What the decode code calls, as plain functions of the arrays: the one base of ``Params`` and ``DecodeParams``.
+
+    A pytree: the configuration is static, the arrays are its leaves.
+    """
+
+    config: LlamaConfig
+    tree: dict[str, Any]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The weights' dtype, which is also the cache's."""
+        return jnp.dtype(self.tree["embed_tokens"]["embedding"].dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the arrays take."""
+        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(self.tree))
+
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Token ids ``[...]`` to hidden states ``[..., hidden]``."""
+        return self.apply(tokens, method="embed")
+
+    def run_layers(
+        self, hidden: jax.Array, cache: Sequence[LayerCache], start: jax.Array | int, **kwargs: Any
+    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
+        """Layers ``[lo, hi)`` over cached positions; see :meth:`lsjax.model.llama.Llama.run_layers`."""
+        return self.apply(hidden, cache, start, method="run_layers", **kwargs)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """The final norm and head over any layer's output: float32 ``[..., vocab]``."""
+        return self.apply(hidden, method="logits")
+
+    def init_cache(self, batch: int, slots: int, num_layers: int) -> tuple[LayerCache, ...]:
+        """Empty caches for the first ``num_layers`` layers, in the weights' dtype."""
+        return init_cache(self.config, batch, slots, num_layers, self.dtype)
+
+    def apply(self, *args: Any, **kwargs: Any) -> Any:
+        """The Flax module's own ``apply`` over these arrays."""
+        return self.module.apply({"params": self.tree}, *args, **kwargs)
+
+    @property
+    def module(self) -> Llama:
+        """The Flax module that reads these arrays."""
+        return Llama(self.config)
+
+    def tree_flatten_with_keys(self):
+        """JAX's hook: the arrays, and the configuration as static data."""
+        return ((GetAttrKey("tree"), self.tree),), self.config
+
+    @classmethod
+    def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any]) -> Self:
+        """JAX's hook; it unflattens placeholders too, so nothing is checked here."""
+        model = object.__new__(cls)
+        model.config, model.tree = config, children[0]
+        return model
+
+
 @jax.tree_util.register_pytree_with_keys_class
-class Params:
+class Params(Model):
     """A Llama's configuration (static, hashable) and its arrays: one array for each tensor of a checkpoint.
 
     The tree is always canonical, so that saving, gradients, optax, orbax and sharding work on it as it is, and
@@ -34,9 +92,6 @@ class Params:
     Raises:
         ValueError: names every missing, unexpected or wrongly shaped array.
     """
-
-    config: LlamaConfig
-    tree: dict[str, Any]
 
     def __init__(self, config: LlamaConfig, tree: Mapping[str, Any]) -> None:
         self.config = config
@@ -52,56 +107,12 @@ class Params:
         return cls(config, abstract_tree(config, dtype))
 
     @property
-    def dtype(self) -> jnp.dtype:
-        """The weights' dtype, which is also the cache's."""
-        return jnp.dtype(self.tree["embed_tokens"]["embedding"].dtype)
-
-    @property
     def num_parameters(self) -> int:
         """How many numbers the model has; tied weights count once."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.tree))
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that the arrays take."""
-        return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(self.tree))
-
-    # What the decode code calls: plain functions of the parameters.
-
-    def embed(self, tokens: jax.Array) -> jax.Array:
-        """Token ids ``[...]`` to hidden states ``[..., hidden]``."""
-        return self._apply(tokens, method="embed")
-
-    def run_layers(
-        self, hidden: jax.Array, cache: Sequence[LayerCache], start: jax.Array | int, **kwargs: Any
-    ) -> tuple[jax.Array, tuple[LayerCache, ...]]:
-        """Layers ``[lo, hi)`` over cached positions; see :meth:`lsjax.model.llama.Llama.run_layers`."""
-        return self._apply(hidden, cache, start, method="run_layers", **kwargs)
-
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """The final norm and head over any layer's output: float32 ``[..., vocab]``."""
-        return self._apply(hidden, method="logits")
-
-    def init_cache(self, batch: int, slots: int, num_layers: int) -> tuple[LayerCache, ...]:
-        """Empty caches for the first ``num_layers`` layers, in the weights' dtype."""
-        return init_cache(self.config, batch, slots, num_layers, self.dtype)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        return Llama(self.config).apply({"params": self.tree}, *args, **kwargs)
-
     def __repr__(self) -> str:
         return f"Params({self.num_parameters:,} parameters, {self.config!r})"
-
-    def tree_flatten_with_keys(self):
-        """JAX's hook: the arrays, and the configuration as static data."""
-        return ((GetAttrKey("tree"), self.tree),), self.config
-
-    @classmethod
-    def tree_unflatten(cls, config: LlamaConfig, children: tuple[Any]) -> Params:
-        """JAX's hook; it unflattens placeholders too, so nothing is checked here."""
-        params = object.__new__(cls)
-        params.config, params.tree = config, children[0]
-        return params
 
 
 def init(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -> Params:
@@ -275,4 +286,4 @@ def forward(
 
 @functools.partial(jax.jit, static_argnums=2)
 def _forward(params: Params, tokens: jax.Array, exits: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    return params._apply(tokens, exits=exits)
+    return params.apply(tokens, exits=exits)

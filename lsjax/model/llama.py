@@ -2,6 +2,9 @@
 
 Parameters have Flax's names and layouts (``kernel`` is ``[in, out]``), the modules those of transformers. Layers are
 unrolled, one set of arrays each, so that a program over layers ``[lo, hi)`` reads their weights and no others.
+
+``fused`` modules read the same numbers from fewer arrays: products that read the same input are one product. Axes of
+heads and columns stay axes of the kernels, so that they can still be split between devices.
 """
 
 from __future__ import annotations
@@ -25,14 +28,21 @@ class Attention(nn.Module):
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
+    fused: bool = False
 
     def setup(self) -> None:
         config = self.config
+        group = config.num_attention_heads // config.num_key_value_heads
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
-        self.q_proj = _linear(config, width, config.attention_bias, self.param_dtype)
-        self.k_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
-        self.v_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
+        if self.fused:
+            # For each key head its query heads, the key and the value: kernel [in, kv_heads, group + 2, head_dim].
+            shape = (config.num_key_value_heads, group + 2, config.head_dim)
+            self.qkv_proj = _linear(config, shape, config.attention_bias, self.param_dtype)
+        else:
+            self.q_proj = _linear(config, width, config.attention_bias, self.param_dtype)
+            self.k_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
+            self.v_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
         self.o_proj = _linear(config, config.hidden_size, config.attention_bias, self.param_dtype)
 
     def __call__(
@@ -45,18 +55,32 @@ class Attention(nn.Module):
         used: jax.Array | int | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """``[batch, length, hidden]`` to the same, and the cache with the new keys and values written at ``where``."""
-        batch, length, _ = hidden.shape
-        query = self.q_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
-        key = self.k_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
-        value = self.v_proj(hidden).reshape(batch, length, -1, self.config.head_dim)
-        query = rotate(query, *angles)
-        key = rotate(key, *angles).swapaxes(1, 2)
-        value = value.swapaxes(1, 2)
+        length = hidden.shape[1]
+        query, key, value = self._project(hidden, angles)
+        key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
         if cache is not None:
             cache = write(cache, key, value, where)
             key, value = cache
         mixed = attend(query, key, value, positions, length if used is None else used)
         return self.o_proj(mixed), cache
+
+    def _project(
+        self, hidden: jax.Array, angles: tuple[jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Queries and keys, rotated, and values: ``[batch, length, heads or kv_heads, head_dim]``."""
+        batch, length, _ = hidden.shape
+        head_dim = self.config.head_dim
+        if not self.fused:
+            query = self.q_proj(hidden).reshape(batch, length, -1, head_dim)
+            key = self.k_proj(hidden).reshape(batch, length, -1, head_dim)
+            value = self.v_proj(hidden).reshape(batch, length, -1, head_dim)
+            return rotate(query, *angles), rotate(key, *angles), value
+        joined = self.qkv_proj(hidden)
+        kv_heads, parts = joined.shape[2:4]
+        turned = rotate(joined[..., : parts - 1, :].reshape(batch, length, -1, head_dim), *angles)
+        turned = turned.reshape(batch, length, kv_heads, parts - 1, head_dim)
+        query = turned[..., : parts - 2, :].reshape(batch, length, -1, head_dim)
+        return query, turned[..., parts - 2, :], joined[..., parts - 1, :]
 
 
 class Mlp(nn.Module):
@@ -64,16 +88,26 @@ class Mlp(nn.Module):
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
+    fused: bool = False
 
     def setup(self) -> None:
         config = self.config
-        self.gate_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
-        self.up_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
+        if self.fused:
+            shape = (2, config.intermediate_size)
+            self.gate_up_proj = _linear(config, shape, config.mlp_bias, self.param_dtype)
+        else:
+            self.gate_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
+            self.up_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
         self.down_proj = _linear(config, config.hidden_size, config.mlp_bias, self.param_dtype)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """``[..., hidden]`` to the same."""
-        return self.down_proj(nn.silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+        if self.fused:
+            joined = self.gate_up_proj(hidden)
+            gate, up = joined[..., 0, :], joined[..., 1, :]
+        else:
+            gate, up = self.gate_proj(hidden), self.up_proj(hidden)
+        return self.down_proj(nn.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -81,12 +115,13 @@ class Block(nn.Module):
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
+    fused: bool = False
 
     def setup(self) -> None:
         self.input_layernorm = _norm(self.config, self.param_dtype)
-        self.self_attn = Attention(self.config, self.param_dtype)
+        self.self_attn = Attention(self.config, self.param_dtype, self.fused)
         self.post_attention_layernorm = _norm(self.config, self.param_dtype)
-        self.mlp = Mlp(self.config, self.param_dtype)
+        self.mlp = Mlp(self.config, self.param_dtype, self.fused)
 
     def __call__(self, hidden: jax.Array, *args, **kwargs) -> tuple[jax.Array, LayerCache | None]:
         """``[batch, length, hidden]`` to the same, and the layer's cache; further arguments as of ``Attention``."""
@@ -116,10 +151,12 @@ class Llama(nn.Module):
     Attributes:
         config: the model's configuration.
         param_dtype: the dtype of parameters that ``init`` makes; applying follows the parameters' own dtype.
+        fused: reads the parameters that ``lsjax.prepare`` makes.
     """
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
+    fused: bool = False
 
     def setup(self) -> None:
         config = self.config
@@ -127,7 +164,7 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embed(
             config.vocab_size, config.hidden_size, param_dtype=self.param_dtype, embedding_init=initializer
         )
-        self.layers = [Block(config, self.param_dtype) for _ in range(config.num_hidden_layers)]
+        self.layers = [Block(config, self.param_dtype, self.fused) for _ in range(config.num_hidden_layers)]
         self.norm = _norm(config, self.param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Head(config, self.param_dtype)
@@ -205,9 +242,9 @@ class Llama(nn.Module):
         return tuple(found[depth] for depth in exits)
 
 
-def _linear(config: LlamaConfig, features: int, use_bias: bool, param_dtype) -> nn.Dense:
+def _linear(config: LlamaConfig, features: int | tuple[int, ...], use_bias: bool, param_dtype) -> nn.DenseGeneral:
     initializer = nn.initializers.normal(config.initializer_range)
-    return nn.Dense(features, use_bias=use_bias, param_dtype=param_dtype, kernel_init=initializer)
+    return nn.DenseGeneral(features, use_bias=use_bias, param_dtype=param_dtype, kernel_init=initializer)
 
 
 def _norm(config: LlamaConfig, param_dtype) -> nn.RMSNorm:
