@@ -9,9 +9,9 @@ import pytest
 
 import lsjax
 from lsjax import sources
-from lsjax.measure.parity import LOGITS_TOLERANCE, compare_logits, compare_tokens
+from lsjax.measure.parity import LOGITS_TOLERANCE, TIE, compare_logits, compare_tokens
 from lsjax.measure.reference import load_reference
-from lsjax.text.prompts import PROMPTS, encode
+from lsjax.text.prompts import PROMPTS, encode, pad_rows
 from lsjax.text.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.demo
@@ -55,20 +55,45 @@ def test_logits_equal_torch(params, reference, prompts):
     assert all(row.ok and row.error < 1e-3 for row in rows), rows
 
 
+def is_greedy(reference, text: list[int], start: int) -> bool:
+    """Whether torch, reading the text once, would have picked every token from ``start`` on, or one that ties with it.
+
+    A greedy text is the only one of which this holds, token after token.
+    """
+    logits = reference.logits(np.array([text]))[0, start - 1 : -1]
+    gaps = logits.max(axis=-1) - np.take_along_axis(logits, np.array(text[start:])[:, None], axis=-1)[:, 0]
+    return bool((gaps <= TIE * logits.std(axis=-1)).all())
+
+
 @pytest.mark.slow
 def test_greedy_tokens_equal_torch_at_several_exits_alone_and_in_a_batch(params, reference, prompts):
-    expected = [reference.generate(prompt.tolist(), NEW, ()) for prompt in prompts]
-    options = {"max_new_tokens": NEW, "eos_token_id": ()}
-    runs = [
-        compare_tokens(params, reference, prompts, expected, exit_layer=depth, **options) for depth in (None, 4, 10, 24)
-    ]
-    runs += [
-        compare_tokens(params, reference, [prompt], [text], exit_layer=depth, **options)
-        for depth in (None, 10)
-        for prompt, text in zip(prompts, expected, strict=True)
-    ]
-    assert all(row.ok for row, _ in runs), runs
-    assert sum(ties for _, ties in runs) <= 0.01 * 6 * len(prompts)
+    prepared, options = lsjax.prepare(params), {"max_new_tokens": NEW, "eos_token_id": ()}
+    (rows, widths), lengths = pad_rows(prompts), [len(prompt) for prompt in prompts]
+    texts = []
+    for model, depth in ((params, None), (prepared, 4), (params, 10), (prepared, 24)):
+        out = np.asarray(lsjax.generate(model, rows, prompt_lengths=widths, exit_layer=depth, **options).tokens)
+        texts.append([row[: length + NEW].tolist() for row, length in zip(out, lengths, strict=True)])
+    for index, prompt in enumerate(prompts):
+        depth, model = ((None, prepared), (10, params))[index % 2]
+        alone = lsjax.generate(model, prompt, exit_layer=depth, **options).tokens
+        texts.append([alone.tolist() if at == index else text for at, text in enumerate(texts[0])])
+
+    parted = 0
+    for prompt, length, versions in zip(prompts, lengths, zip(*texts, strict=True), strict=True):
+        distinct = {tuple(text) for text in versions}
+        parted += len(distinct) - 1
+        assert all(text[:length] == tuple(prompt.tolist()) and len(text) == length + NEW for text in distinct)
+        assert all(is_greedy(reference, list(text), length) for text in distinct)
+    assert parted <= 0.01 * len(texts) * len(prompts)
+    # And token by token, as transformers itself generates.
+    row, ties = compare_tokens(
+        params, reference, prompts[:1], [reference.generate(prompts[0].tolist(), NEW, ())], exit_layer=None, **options
+    )
+    assert row.ok
+    assert not ties
+    changed = texts[0][0].copy()
+    changed[lengths[0] + 50] += 1
+    assert not is_greedy(reference, changed, lengths[0])
 
 
 def test_quickstart_writes_the_same_text_twice(capsys, monkeypatch):
