@@ -11,7 +11,7 @@ from support import NumpyLlama, random_params
 
 import lsjax
 from lsjax.model import attention
-from lsjax.model.cache import init_cache
+from lsjax.model.cache import LayerCache, init_cache, read, write
 from lsjax.model.llama import Llama
 
 
@@ -38,7 +38,9 @@ def test_attention_equals_the_definition(slots):
         key, value = rng.normal(size=(2, 3, 2, slots, 8)).astype(np.float32)
         unused = np.arange(slots) > positions.max(axis=1)[:, None]
         key[np.broadcast_to(unused[:, None], key.shape[:3])] = 1e4
-        found = attention.attend(jnp.asarray(query), key, value, jnp.asarray(positions), jnp.max(positions) + 1)
+        found = attention.attend(
+            jnp.asarray(query), LayerCache(key, value, key.dtype), jnp.asarray(positions), jnp.max(positions) + 1
+        )
         np.testing.assert_allclose(found, plain(query, key, value, positions), rtol=1e-5, atol=1e-5)
 
 
@@ -54,7 +56,8 @@ def blocks_read(monkeypatch, slots: int, length: int, start: int) -> int:
     monkeypatch.setattr(attention, "_batched_dot", counted)
     positions = start + jnp.arange(length)[None]
     key = jnp.ones((1, 2, slots, 8))
-    jax.block_until_ready(attention.attend(jnp.ones((1, length, 4, 8)), key, key, positions, jnp.max(positions) + 1))
+    cache, used = LayerCache(key, key, key.dtype), jnp.max(positions) + 1
+    jax.block_until_ready(attention.attend(jnp.ones((1, length, 4, 8)), cache, positions, used))
     jax.effects_barrier()
     monkeypatch.undo()
     assert counts["products"] % 2 == 0  # scores and mixture
@@ -69,6 +72,30 @@ def test_the_cost_follows_the_used_length(monkeypatch):
     assert blocks_read(monkeypatch, 8192, 1, 2000) == 8
     # A long prompt: its first 256 queries read one block, the next two, the last three.
     assert blocks_read(monkeypatch, 8192, 700, 0) == 1 + 2 + 3
+
+
+def test_blocks_fit_the_cache_of_a_core_and_are_never_all_slots():
+    assert attention.block_size(batch=1, kv_heads=3, slots=129, head_dim=64, length=1) == 128
+    assert attention.block_size(batch=1, kv_heads=3, slots=128, head_dim=64, length=5) == 64
+    assert attention.block_size(batch=1, kv_heads=8, slots=8192, head_dim=64, length=1) == 256
+    assert attention.block_size(batch=4, kv_heads=3, slots=1024, head_dim=64, length=1) == 128
+    assert attention.block_size(batch=16, kv_heads=3, slots=1024, head_dim=64, length=1) == 32
+    assert attention.block_size(batch=1, kv_heads=3, slots=20, head_dim=64, length=1) == 20  # too few to split
+    assert attention.block_size(batch=16, kv_heads=3, slots=1024, head_dim=64, length=200) == 256
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_a_cache_of_16_bits_keeps_its_numbers(dtype):
+    rng = np.random.default_rng(0)
+    (cache,) = init_cache(CONFIG, 2, 9, 1, dtype)
+    shape = (2, CONFIG.num_key_value_heads, 3, CONFIG.head_dim)
+    key, value = jnp.asarray(rng.normal(size=(2, *shape)), jnp.float32)
+    for where in (jnp.array([1, 6]), jnp.array([[1, 2, 3], [6, 7, 8]])):
+        written = jax.jit(write)(cache, key, value, where)
+        for held, new in ((written.key, key), (written.value, value)):
+            for row, first in enumerate((1, 6)):
+                found = read(held, first, 3, cache.dtype)[row].astype(jnp.float32)
+                np.testing.assert_array_equal(found, new.astype(dtype)[row].astype(jnp.float32))
 
 
 @pytest.mark.parametrize("width", [250, 256, 257])

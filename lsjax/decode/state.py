@@ -115,7 +115,7 @@ def check_model(params: Params, state: DecodeState) -> None:
     check_params(params)
     if not isinstance(state, DecodeState):
         raise TypeError(f"state: expected a DecodeState, as lsjax.prefill makes it, got {type(state).__name__}")
-    found = (state.config, state.cache[0].key.dtype if state.cache else params.dtype)
+    found = (state.config, state.cache[0].dtype if state.cache else params.dtype)
     if found != (params.config, params.dtype):
         raise ValueError(f"state: expected one of this model, {params.config} in {params.dtype}, got one of {found}")
 

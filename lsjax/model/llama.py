@@ -4,7 +4,8 @@ Parameters have Flax's names and layouts (``kernel`` is ``[in, out]``), the modu
 unrolled, one set of arrays each, so that a program over layers ``[lo, hi)`` reads their weights and no others.
 
 ``fused`` modules read the same numbers from fewer arrays: products that read the same input are one product. Axes of
-heads and columns stay axes of the kernels, so that they can still be split between devices.
+heads and columns stay axes of the weights, so that they can still be split between devices. ``transposed`` ones hold
+every weight of a layer, and the untied head, as ``[out, in]``.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
-from jax import lax
 
 from lsjax.config import LlamaConfig
 from lsjax.model.attention import attend
 from lsjax.model.cache import LayerCache, write
+from lsjax.model.projection import Projection, dot
 from lsjax.model.rope import rotate, rotation
 
 
@@ -29,6 +30,7 @@ class Attention(nn.Module):
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
     fused: bool = False
+    transposed: bool = False
 
     def setup(self) -> None:
         config = self.config
@@ -36,14 +38,14 @@ class Attention(nn.Module):
         width = config.num_attention_heads * config.head_dim
         kv_width = config.num_key_value_heads * config.head_dim
         if self.fused:
-            # For each key head its query heads, the key and the value: kernel [in, kv_heads, group + 2, head_dim].
+            # For each key head its query heads, the key and the value.
             shape = (config.num_key_value_heads, group + 2, config.head_dim)
-            self.qkv_proj = _linear(config, shape, config.attention_bias, self.param_dtype)
+            self.qkv_proj = _linear(self, shape, config.attention_bias)
         else:
-            self.q_proj = _linear(config, width, config.attention_bias, self.param_dtype)
-            self.k_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
-            self.v_proj = _linear(config, kv_width, config.attention_bias, self.param_dtype)
-        self.o_proj = _linear(config, config.hidden_size, config.attention_bias, self.param_dtype)
+            self.q_proj = _linear(self, (width,), config.attention_bias)
+            self.k_proj = _linear(self, (kv_width,), config.attention_bias)
+            self.v_proj = _linear(self, (kv_width,), config.attention_bias)
+        self.o_proj = _linear(self, (config.hidden_size,), config.attention_bias)
 
     def __call__(
         self,
@@ -58,10 +60,11 @@ class Attention(nn.Module):
         length = hidden.shape[1]
         query, key, value = self._project(hidden, angles)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
-        if cache is not None:
-            cache = write(cache, key, value, where)
-            key, value = cache
-        mixed = attend(query, key, value, positions, length if used is None else used)
+        if cache is None:
+            given, used = LayerCache(key, value, key.dtype), length
+        else:
+            given = cache = write(cache, key, value, where)
+        mixed = attend(query, given, positions, length if used is None else used)
         return self.o_proj(mixed), cache
 
     def _project(
@@ -89,16 +92,17 @@ class Mlp(nn.Module):
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
     fused: bool = False
+    transposed: bool = False
 
     def setup(self) -> None:
         config = self.config
         if self.fused:
             shape = (2, config.intermediate_size)
-            self.gate_up_proj = _linear(config, shape, config.mlp_bias, self.param_dtype)
+            self.gate_up_proj = _linear(self, shape, config.mlp_bias)
         else:
-            self.gate_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
-            self.up_proj = _linear(config, config.intermediate_size, config.mlp_bias, self.param_dtype)
-        self.down_proj = _linear(config, config.hidden_size, config.mlp_bias, self.param_dtype)
+            self.gate_proj = _linear(self, (config.intermediate_size,), config.mlp_bias)
+            self.up_proj = _linear(self, (config.intermediate_size,), config.mlp_bias)
+        self.down_proj = _linear(self, (config.hidden_size,), config.mlp_bias)
 
     def __call__(self, hidden: jax.Array) -> jax.Array:
         """``[..., hidden]`` to the same."""
@@ -116,12 +120,13 @@ class Block(nn.Module):
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
     fused: bool = False
+    transposed: bool = False
 
     def setup(self) -> None:
         self.input_layernorm = _norm(self.config, self.param_dtype)
-        self.self_attn = Attention(self.config, self.param_dtype, self.fused)
+        self.self_attn = Attention(self.config, self.param_dtype, self.fused, self.transposed)
         self.post_attention_layernorm = _norm(self.config, self.param_dtype)
-        self.mlp = Mlp(self.config, self.param_dtype, self.fused)
+        self.mlp = Mlp(self.config, self.param_dtype, self.fused, self.transposed)
 
     def __call__(self, hidden: jax.Array, *args, **kwargs) -> tuple[jax.Array, LayerCache | None]:
         """``[batch, length, hidden]`` to the same, and the layer's cache; further arguments as of ``Attention``."""
@@ -136,13 +141,19 @@ class Head(nn.Module):
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
+    transposed: bool = False
 
     @nn.compact
-    def __call__(self, hidden: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array) -> jax.Array:
         """``[..., hidden]`` to float32 ``[..., vocab]``."""
         shape = (self.config.hidden_size, self.config.vocab_size)
-        kernel = self.param("kernel", nn.initializers.normal(self.config.initializer_range), shape, self.param_dtype)
-        return _head_dot(hidden, kernel, 0)
+        initializer = nn.initializers.normal(self.config.initializer_range)
+        if self.transposed:
+            weight = self.param("weight", initializer, shape[::-1], self.param_dtype)
+        else:
+            weight = self.param("kernel", initializer, shape, self.param_dtype)
+        x, weight = promote_dtype(x, weight)
+        return dot(x, weight, transposed=self.transposed, dtype=jnp.float32)
 
 
 class Llama(nn.Module):
@@ -152,11 +163,13 @@ class Llama(nn.Module):
         config: the model's configuration.
         param_dtype: the dtype of parameters that ``init`` makes; applying follows the parameters' own dtype.
         fused: reads the parameters that ``lsjax.prepare`` makes.
+        transposed: these as it makes them for CPUs.
     """
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
     fused: bool = False
+    transposed: bool = False
 
     def setup(self) -> None:
         config = self.config
@@ -164,10 +177,12 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embed(
             config.vocab_size, config.hidden_size, param_dtype=self.param_dtype, embedding_init=initializer
         )
-        self.layers = [Block(config, self.param_dtype, self.fused) for _ in range(config.num_hidden_layers)]
+        self.layers = [
+            Block(config, self.param_dtype, self.fused, self.transposed) for _ in range(config.num_hidden_layers)
+        ]
         self.norm = _norm(config, self.param_dtype)
         if not config.tie_word_embeddings:
-            self.lm_head = Head(config, self.param_dtype)
+            self.lm_head = Head(config, self.param_dtype, self.transposed)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Ids ``[...]`` to ``[..., hidden]``; ids outside the vocabulary read its nearest end."""
@@ -203,9 +218,9 @@ class Llama(nn.Module):
         length = hidden.shape[1]
         positions = jnp.atleast_1d(start)[:, None] + jnp.arange(length)
         if capacity is None:
-            capacity = cache[0].key.shape[2] if cache else length
+            capacity = cache[0].slots if cache else length
         angles = rotation(self.config, positions, capacity)
-        used = jnp.minimum(jnp.max(positions) + 1, cache[0].key.shape[2]) if cache else None
+        used = jnp.minimum(jnp.max(positions) + 1, cache[0].slots) if cache else None
         where = start if write_at is None else write_at
         layers = self.layers[lo:hi]
         written = []
@@ -221,7 +236,8 @@ class Llama(nn.Module):
     def head(self, hidden: jax.Array) -> jax.Array:
         """The output projection alone: ``[..., hidden]`` to float32 ``[..., vocab]``."""
         if self.config.tie_word_embeddings:
-            return _head_dot(hidden, self.embed_tokens.embedding, 1)
+            hidden, embedding = promote_dtype(hidden, self.embed_tokens.embedding)
+            return dot(hidden, embedding, transposed=True, dtype=jnp.float32)
         return self.lm_head(hidden)
 
     def __call__(self, tokens: jax.Array, *, exits: Sequence[int] | None = None) -> tuple[jax.Array, ...]:
@@ -242,17 +258,11 @@ class Llama(nn.Module):
         return tuple(found[depth] for depth in exits)
 
 
-def _linear(config: LlamaConfig, features: int | tuple[int, ...], use_bias: bool, param_dtype) -> nn.DenseGeneral:
-    initializer = nn.initializers.normal(config.initializer_range)
-    return nn.DenseGeneral(features, use_bias=use_bias, param_dtype=param_dtype, kernel_init=initializer)
+def _linear(module: Attention | Mlp, features: tuple[int, ...], use_bias: bool) -> Projection:
+    initializer = nn.initializers.normal(module.config.initializer_range)
+    return Projection(features, initializer, use_bias, module.transposed, module.param_dtype)
 
 
 def _norm(config: LlamaConfig, param_dtype) -> nn.RMSNorm:
     """RMSNorm (arXiv 1910.07467), computed in float32."""
     return nn.RMSNorm(epsilon=config.rms_norm_eps, param_dtype=param_dtype)
-
-
-def _head_dot(hidden: jax.Array, weight: jax.Array, contract: int) -> jax.Array:
-    hidden, weight = promote_dtype(hidden, weight)
-    dimensions = (((hidden.ndim - 1,), (contract,)), ((), ()))
-    return lax.dot_general(hidden, weight, dimensions, preferred_element_type=jnp.float32)
