@@ -28,7 +28,7 @@ from lsjax.decode.request import (
 )
 from lsjax.decode.round import run_round
 from lsjax.decode.state import Plan, Stats
-from lsjax.params import Params
+from lsjax.params import Model
 
 
 class GenerateOutput(flax.struct.PyTreeNode):
@@ -46,7 +46,7 @@ class GenerateOutput(flax.struct.PyTreeNode):
 
 
 def generate(
-    params: Params,
+    params: Model,
     tokens: Any,
     *,
     exit_layer: int | None = None,
@@ -109,8 +109,8 @@ def generate(
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _generate(params: Params, request: Request, plan: Plan, capacity: int) -> GenerateOutput:
-    def run(params: Params, request: Request) -> GenerateOutput:
+def _generate(params: Model, request: Request, plan: Plan, capacity: int) -> GenerateOutput:
+    def run(params: Model, request: Request) -> GenerateOutput:
         state = start(params, request, plan, capacity)
         state = lax.while_loop(lambda state: state.active, functools.partial(run_round, params), state)
         return GenerateOutput(state.tokens, state.lengths, state.stats)
