@@ -81,7 +81,7 @@ def tie_bound(dtype: Any) -> float:
 
 
 def parting(expected: Sequence[int], found: Sequence[int]) -> int | None:
-    """The first index at which two rows of ids differ, perhaps the end of the shorter one; None where they are equal."""
+    """The first index at which two rows of ids differ, maybe the end of the shorter one; None where they are equal."""
     pairs = zip(expected, found, strict=False)
     at = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
     if at is None and len(expected) != len(found):
