@@ -21,9 +21,10 @@ from lsjax.text.tokenizer import load_tokenizer
 
 OURS, THEIRS, BOUND = "#1f5a96", "#c2571a", "0.45"
 TEXT = (
-    "The lighthouse keeper wrote the weather into his book every evening, the wind first, then the clouds, and last of all "
-    "the ships that had passed. In forty years he had missed no day. When the young engineer came to replace the lamp by one "
-    "that needed nobody, she read the books for a week before she opened her tools, and then she asked him what he would do."
+    "The lighthouse keeper wrote the weather into his book every evening, the wind first, then the clouds, and last "
+    "of all the ships that had passed. In forty years he had missed no day. When the young engineer came to replace "
+    "the lamp by one that needed nobody, she read the books for a week before she opened her tools, and then she "
+    "asked him what he would do."
 )
 
 
