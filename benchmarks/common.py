@@ -28,13 +28,15 @@ TEXT = (
 )
 
 
-def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """An argument parser with the options of every benchmark; ``defaults`` change theirs."""
+def parser(description: str | None, several_models: bool = False) -> argparse.ArgumentParser:
+    """An argument parser with the options of every benchmark."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--model", default="demo")
+    if several_models:
+        found.add_argument("--model", default=["demo"], nargs="+")
+    else:
+        found.add_argument("--model", default="demo")
     found.add_argument("--repetitions", type=int, default=5)
     found.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="directory of the results")
-    found.set_defaults(**defaults)
     return found
 
 
@@ -54,7 +56,7 @@ class Progress:
         self._bar = tqdm(total=total, unit="run", disable=None)
 
     def __call__(self, name: Any, repetition: int) -> None:
-        self._bar.set_description(f"{name if isinstance(name, str) else ' '.join(map(str, name))} #{repetition}")
+        self._bar.set_description(f"{' '.join(map(str, name)) if isinstance(name, tuple) else name} #{repetition}")
         self._bar.update()
 
 
