@@ -1,7 +1,10 @@
 """Synthetic checkpoints whose exit agrees at a chosen rate: the construction, its calibration, its files."""
 
+import importlib.util
 import itertools
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -134,6 +137,37 @@ def test_checkpoints_are_transformers_and_say_what_they_are(base, found, tmp_pat
     np.testing.assert_allclose(lsjax.forward(loaded, PROMPTS[:4]), expected, rtol=1e-4, atol=1e-4 * float(scale))
     out = lsjax.generate(loaded, PROMPTS[:4], exit_layer=EXIT, max_new_tokens=32)
     np.testing.assert_array_equal(out.tokens, text.numpy())
+
+
+def test_the_benchmarks_script_finds_a_scale_once_and_writes_what_it_checked(base, tmp_path, monkeypatch, capsys):
+    path = Path(__file__).parents[1] / "benchmarks" / "agreeing.py"
+    spec: Any = importlib.util.spec_from_file_location("agreeing", path)
+    script: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "SHAPES", {"small": CONFIG})
+    monkeypatch.setattr(script, "SCALES", tmp_path / "agreeing.json")
+
+    def run(*options):
+        given = ["--shape", "small", "--exit-layer", str(EXIT), "--acceptance", "0.8", *options]
+        monkeypatch.setattr(sys, "argv", ["agreeing.py", *given])
+        script.main()
+        return json.loads(capsys.readouterr().out)
+
+    first = run("--out", str(tmp_path / "first"))
+    assert abs(first["checked"]["acceptance_rate"] - 0.8) <= 0.03
+    assert first["checked"] != first["found"]
+    monkeypatch.setattr(script, "calibrate", None)
+    again = run("--no-check", "--out", str(tmp_path / "again"))
+    assert again["scale"] == first["scale"]
+    for name in ("first", "again"):
+        assert_same_arrays(lsjax.load(tmp_path / name), scale_deep_layers(base, EXIT, first["scale"]))
+    said = json.loads((tmp_path / "again" / "config.json").read_text())["synthetic"]
+    assert said["name"] == "synthetic-small-exit-2-accepts-0.8"
+    assert said["checked"] == first["checked"]
+    monkeypatch.setattr(script, "TOLERANCE", 0)
+    with pytest.raises(SystemExit, match=r"not written: acceptance 0\.\d+, expected 0\.8 within 0"):
+        run("--out", str(tmp_path / "third"))
+    assert not (tmp_path / "third").exists()
 
 
 def test_cycles_are_found_wherever_they_stand():
