@@ -1,5 +1,7 @@
 """What the benchmarks share: their options, the machine's description, and where results go."""
 
+from __future__ import annotations
+
 import argparse
 import datetime
 import importlib.metadata
@@ -9,15 +11,15 @@ import platform
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
-from tqdm import tqdm
 
 import lsjax
-from lsjax.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 OURS, THEIRS, BOUND = "#1f5a96", "#c2571a", "0.45"
 TEXT = (
@@ -42,6 +44,8 @@ def parser(description: str | None, several_models: bool = False) -> argparse.Ar
 
 def prompts(model: str, config: lsjax.LlamaConfig, batch: int, length: int) -> np.ndarray:
     """int32 ``[batch, length]``: pieces of one text; random ids where the model has no tokenizer."""
+    from lsjax.text.tokenizer import load_tokenizer
+
     try:
         ids = load_tokenizer(model)(TEXT)["input_ids"]
     except (OSError, ValueError):
@@ -53,6 +57,8 @@ class Progress:
     """A bar on stderr over the calls of :func:`lsjax.measure.time_in_turns`."""
 
     def __init__(self, total: int) -> None:
+        from tqdm import tqdm  # here, so that benchmarks/gpu.py needs only JAX's own packages
+
         self._bar = tqdm(total=total, unit="run", disable=None)
 
     def __call__(self, name: Any, repetition: int) -> None:
