@@ -113,8 +113,6 @@ def last_level_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
 def step_bytes(params: Model, *, num_layers: int | None = None, positions: Any = 0) -> int:
     """Bytes that one decoding step must read: weights and cache, each once.
 
-    Weights are the layers', the final norm's and the head's (where it is tied, the embedding as the head); the few rows
-    of the embedding that tokens look up are left out. They are read once for the whole batch, the cache once a row.
     ``step_bytes(...) / seconds / read_bandwidth()`` is a step's bandwidth utilisation.
 
     Args:
@@ -125,12 +123,37 @@ def step_bytes(params: Model, *, num_layers: int | None = None, positions: Any =
     Raises:
         ValueError: no such layer.
     """
+    return weight_bytes(params, num_layers) + cache_bytes(params, num_layers, positions)
+
+
+def weight_bytes(params: Model, num_layers: int | None = None) -> int:
+    """Bytes of weights that a step reads once for the whole batch: some layers, the final norm, the head.
+
+    A tied head is the embedding, read as the head; the few rows of it that tokens look up are left out.
+
+    Args:
+        params: the model.
+        num_layers: as of :func:`step_bytes`.
+    """
+    head = "lm_head" if "lm_head" in params.tree else "embed_tokens"
+    names = [f"layers_{layer}" for layer in range(_depth(params, num_layers))] + ["norm", head]
+    leaves = jax.tree.leaves([params.tree[name] for name in names])
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
+
+
+def cache_bytes(params: Model, num_layers: int | None = None, positions: Any = 1) -> int:
+    """Bytes of keys and values at some cached positions, a number or the numbers of several rows.
+
+    Args:
+        params: the model.
+        num_layers: as of :func:`step_bytes`.
+        positions: likewise.
+    """
+    numbers = 2 * _depth(params, num_layers) * params.config.num_key_value_heads * params.config.head_dim
+    return round(numbers * params.dtype.itemsize * float(np.sum(positions)))
+
+
+def _depth(params: Model, num_layers: int | None) -> int:
     check_params(params)
     config = params.config
-    depth = config.num_hidden_layers if num_layers is None else check_depth("num_layers", num_layers, config)
-    head = "lm_head" if "lm_head" in params.tree else "embed_tokens"
-    names = [f"layers_{layer}" for layer in range(depth)] + ["norm", head]
-    leaves = jax.tree.leaves([params.tree[name] for name in names])
-    weights = sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-    one_position = 2 * depth * config.num_key_value_heads * config.head_dim * params.dtype.itemsize
-    return weights + round(one_position * float(np.sum(positions)))
+    return config.num_hidden_layers if num_layers is None else check_depth("num_layers", num_layers, config)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsjax.decode.prompts import to_bucket
-from lsjax.params import Params
+from lsjax.params import Model
 
 # What rounding decides, in standard deviations of the logits. In 16 bits texts of 96 tokens were seen to part at up to
 # 0.04 (bfloat16) and 0.003 (float16), on a model of 30 layers; in float32, rounding moves logits by about 1e-5.
@@ -90,7 +90,7 @@ def parting(expected: Sequence[int], found: Sequence[int]) -> int | None:
 
 
 def differences(
-    params: Params,
+    params: Model,
     prompts: Sequence[Any],
     expected: Sequence[Sequence[int]],
     found: Sequence[Sequence[int]],
@@ -121,7 +121,7 @@ def differences(
     return parted
 
 
-def next_logits(params: Params, tokens: np.ndarray, *, capacity: int | None = None) -> np.ndarray:
+def next_logits(params: Model, tokens: np.ndarray, *, capacity: int | None = None) -> np.ndarray:
     """The full model's logits after the last of these tokens, float32 ``[vocab]``; few lengths compile.
 
     Args:
@@ -137,6 +137,6 @@ def next_logits(params: Params, tokens: np.ndarray, *, capacity: int | None = No
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def _logits_at(params: Params, tokens: jax.Array, position: jax.Array, capacity: int | None) -> jax.Array:
+def _logits_at(params: Model, tokens: jax.Array, position: jax.Array, capacity: int | None) -> jax.Array:
     hidden, _ = params.run_layers(params.embed(tokens), (), 0, capacity=capacity)
     return params.logits(jnp.take(hidden[0], position, axis=0))

@@ -9,11 +9,10 @@ from typing import Any
 import jax
 
 _STATUS = Path("/proc/self/status")
-_RESET = Path("/proc/self/clear_refs")
 
 
 def host_peak_bytes() -> int | None:
-    """The largest resident size of this process so far, or since :func:`reset_host_peak`; None where none is told."""
+    """The largest resident size of this process so far; None where the system does not tell."""
     try:
         return 1024 * int(_STATUS.read_text().partition("VmHWM:")[2].split()[0])
     except (OSError, ValueError, IndexError):
@@ -26,18 +25,6 @@ def host_peak_bytes() -> int | None:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def reset_host_peak() -> bool:
-    """Lets :func:`host_peak_bytes` begin anew, at what the process holds now; False where that cannot be (off Linux).
-
-    It is the process's own counter, so other readers of it see the new beginning, too.
-    """
-    try:
-        _RESET.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
 def device_peak_bytes(device: Any = None) -> int | None:
     """The most memory that was in use on a device at a time, since the process began; None where JAX does not say.
 
@@ -46,3 +33,16 @@ def device_peak_bytes(device: Any = None) -> int | None:
     """
     device = jax.devices()[0] if device is None else device
     return (device.memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int | None:
+    """What a compiled program holds on each device: arguments, results and temporaries; None where XLA does not say.
+
+    Args:
+        compiled: of ``jax.jit(function).lower(...).compile()``.
+    """
+    found = compiled.memory_analysis()
+    if found is None:
+        return None
+    held = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    return held + found.temp_size_in_bytes
