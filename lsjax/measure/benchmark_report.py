@@ -217,8 +217,8 @@ class BenchmarkReport:
                 lines[1] += f"; peak of the {name}: {_gigabytes(peak)}"
         return [
             *lines,
-            "(first token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it must",
-            "read over its time, over the fastest reading; memory: weights, cache and temporaries of the program)",
+            "(first token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it",
+            "must read over its time, over the fastest reading; memory: weights, cache and temporaries of the program)",
         ]
 
     def _agreement(self, report: StrategyReport) -> str:
