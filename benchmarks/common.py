@@ -21,19 +21,22 @@ from lsjax.text.tokenizer import load_tokenizer
 
 OURS, THEIRS, BOUND = "#1f5a96", "#c2571a", "0.45"
 TEXT = (
-    "The lighthouse keeper wrote the weather into his book every evening, the wind first, then the clouds, and last of all "
-    "the ships that had passed. In forty years he had missed no day. When the young engineer came to replace the lamp by one "
-    "that needed nobody, she read the books for a week before she opened her tools, and then she asked him what he would do."
+    "The lighthouse keeper wrote the weather into his book every evening, the wind first, then the clouds, and last "
+    "of all the ships that had passed. In forty years he had missed no day. When the young engineer came to replace "
+    "the lamp by one that needed nobody, she read the books for a week before she opened her tools, and then she "
+    "asked him what he would do."
 )
 
 
-def parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
-    """An argument parser with the options of every benchmark; ``defaults`` change theirs."""
+def parser(description: str | None, several_models: bool = False) -> argparse.ArgumentParser:
+    """An argument parser with the options of every benchmark."""
     found = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    found.add_argument("--model", default="demo")
+    if several_models:
+        found.add_argument("--model", default=["demo"], nargs="+")
+    else:
+        found.add_argument("--model", default="demo")
     found.add_argument("--repetitions", type=int, default=5)
     found.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="directory of the results")
-    found.set_defaults(**defaults)
     return found
 
 
@@ -53,7 +56,7 @@ class Progress:
         self._bar = tqdm(total=total, unit="run", disable=None)
 
     def __call__(self, name: Any, repetition: int) -> None:
-        self._bar.set_description(f"{name if isinstance(name, str) else ' '.join(map(str, name))} #{repetition}")
+        self._bar.set_description(f"{' '.join(map(str, name)) if isinstance(name, tuple) else name} #{repetition}")
         self._bar.update()
 
 

@@ -71,7 +71,7 @@ class LlamaCpp:
     name = "llama.cpp"
 
     def __init__(self, path: Path) -> None:
-        import llama_cpp
+        import llama_cpp  # pyright: ignore[reportMissingImports]
 
         self._llama = llama_cpp.Llama(str(path), n_ctx=4096, verbose=False, logits_all=False)
         self.setting = f"llama-cpp-python {llama_cpp.__version__}, its default threads"

@@ -12,12 +12,13 @@ import numpy as np
 from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import Checkpoint
 from lsjax.convert.huggingface import with_config
-from lsjax.convert.names import FLAX
+from lsjax.convert.names import FLAX, Target, source_shape
 from lsjax.convert.shards import list_tensors
 from lsjax.convert.writer import SHARD_BYTES, Output, split, write_json, write_weights
 from lsjax.params import Params, flatten
 
 WEIGHTS = "params.safetensors"  # or the shards that an index of this name places
+TARGET = Target(FLAX, WEIGHTS, "flax")
 
 
 def describe(directory: Path) -> Checkpoint:
@@ -25,21 +26,24 @@ def describe(directory: Path) -> Checkpoint:
     return with_config(directory, "lsjax", FLAX, list_tensors(directory, WEIGHTS))
 
 
-def write(params: Params, directory: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Writes a model into an existing, empty directory, bit for bit in the arrays' dtypes; one array is on the host.
+def write(params: Params, directory: Path, shard_bytes: int = SHARD_BYTES, target: Target = TARGET) -> None:
+    """Writes a model into an existing directory, bit for bit in the arrays' dtypes; one array is on the host.
 
-    More than ``shard_bytes`` of weights become several files and an index; a shard holds at least one array.
+    More than ``shard_bytes`` of weights become several files and an index; a shard holds at least one array. Names and
+    layouts are those of ``target``, Flax's own or another format's.
     """
     write_config(params.config, params.dtype, directory)
-    outputs = [
-        Output(path, leaf.shape, np.dtype(leaf.dtype), functools.partial(_fetch, leaf))
-        for path, leaf in flatten(params.tree).items()
-    ]
-    write_weights(directory, split(outputs, WEIGHTS, shard_bytes), WEIGHTS, {"format": "flax"})
+    outputs = []
+    for path, leaf in flatten(params.tree).items():
+        name, transform = target.table.from_flax(path)
+        read = functools.partial(_fetch, leaf, transform == "transpose")
+        outputs.append(Output(name, source_shape(transform, leaf.shape), np.dtype(leaf.dtype), read))
+    write_weights(directory, split(outputs, target.weights, shard_bytes), target.weights, {"format": target.format})
 
 
-def _fetch(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.device_get(leaf))
+def _fetch(leaf: Any, transpose: bool) -> np.ndarray:
+    array = np.asarray(jax.device_get(leaf))
+    return array.T if transpose else array
 
 
 def write_config(config: LlamaConfig, dtype: Any, directory: Path) -> None:

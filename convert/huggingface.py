@@ -8,10 +8,11 @@ from typing import Any
 from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import Checkpoint, CheckpointError, Format, Listing
 from lsjax.convert.files import is_there, read_json
-from lsjax.convert.names import HUGGINGFACE, Table
+from lsjax.convert.names import HUGGINGFACE, Table, Target
 from lsjax.convert.shards import list_tensors
 
 WEIGHTS = "model.safetensors"  # or the shards that an index of this name places
+TARGET = Target(HUGGINGFACE, WEIGHTS, "pt")  # transformers wants this word
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a tokenizer
 
 

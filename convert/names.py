@@ -65,6 +65,14 @@ class Table:
         return {row.flax: row for row in self.rows}
 
 
+class Target(NamedTuple):
+    """A format that can be written: its names, its file of weights, and what its headers call it."""
+
+    table: Table
+    weights: str
+    format: str
+
+
 def _split(name: str) -> tuple[str, str]:
     """``"model.layers.12.mlp"`` as ``("model.layers.{n}.mlp", "12")``; layer numbers have no leading zeros."""
     found = re.search(r"(?<=[._])(0|[1-9][0-9]*)(?=[./])", name)

@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 from tqdm import tqdm
@@ -18,23 +18,11 @@ from lsjax.config import LlamaConfig
 from lsjax.convert import flax, huggingface
 from lsjax.convert.assemble import out_of_range
 from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError
-from lsjax.convert.names import FLAX, HUGGINGFACE, Table, Transform, source_shape, to_flax_layout
+from lsjax.convert.names import Target, Transform, source_shape, to_flax_layout
 from lsjax.convert.plan import Step, checked_plan
 from lsjax.convert.writer import Output, Shard, split, write_json, write_weights
 
-
-class Target(NamedTuple):
-    """A format that can be written: its names, its file of weights, and what its headers call it."""
-
-    table: Table
-    weights: str
-    format: str
-
-
-TARGETS: dict[Literal["flax", "hf"], Target] = {
-    "flax": Target(FLAX, flax.WEIGHTS, "flax"),
-    "hf": Target(HUGGINGFACE, huggingface.WEIGHTS, "pt"),  # transformers wants this word
-}
+TARGETS: dict[Literal["flax", "hf"], Target] = {"flax": flax.TARGET, "hf": huggingface.TARGET}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,28 +69,36 @@ def load(
     return assemble(open_checkpoint(path), dtype, progress)
 
 
-def save(params: Params, directory: str | os.PathLike[str]) -> None:
+def save(params: Params, directory: str | os.PathLike[str], *, to: Literal["flax", "hf"] = "flax") -> None:
     """Writes a model into a directory that ``load`` reads, bit for bit in its dtypes.
 
-    The directory holds ``params.safetensors`` (Flax names and layouts; above 5 GB several files and an index),
-    ``config.json`` and ``generation_config.json``. It is written beside its place and then renamed, so it is whole or
-    not there.
+    The directory holds ``params.safetensors`` (Flax names and layouts), or ``model.safetensors`` as transformers reads
+    it; above 5 GB several files and an index; ``config.json`` and ``generation_config.json``. It is written beside its
+    place and then renamed, so it is whole or not there.
 
     Args:
         params: concrete parameters, all of whose arrays this process can read.
         directory: absent, empty, or written by lsjax (and then replaced).
+        to: as of ``convert``: ``"flax"``, or ``"hf"`` for Hugging Face's layout.
 
     Raises:
         FileExistsError: the path is a file, or a directory that holds something else.
         OSError: the directory cannot be written; what was there is there still.
-        ValueError: the parameters are abstract.
+        ValueError: the parameters are abstract; an unknown ``to``.
     """
+    _check_format(to)
     if not isinstance(params, Params):
         raise ValueError(f"params: expected lsjax.Params, got {type(params).__name__}")
     if is_traced(params) or not all(hasattr(leaf, "__array__") for leaf in jax.tree.leaves(params)):
         raise ValueError("params: expected concrete arrays, got abstract ones")
     with replacing(Path(directory).expanduser().resolve(), is_written) as new:
-        flax.write(params, new)
+        flax.write(params, new, target=TARGETS[to])
+
+
+def _check_format(to: str) -> None:
+    """That a model can be written so."""
+    if to not in TARGETS:
+        raise ValueError(f"to: expected {' or '.join(map(repr, TARGETS))}, got {to!r}")
 
 
 def is_written(directory: Path) -> bool:
@@ -157,8 +165,7 @@ def convert(
     Example:
         >>> lsjax.io.convert("facebook/layerskip-llama3.2-1B", "layerskip-1b", dtype="bfloat16")
     """
-    if to not in TARGETS:
-        raise ValueError(f"to: expected {' or '.join(map(repr, TARGETS))}, got {to!r}")
+    _check_format(to)
     shard_bytes = check_int("shard_bytes", shard_bytes, 1)
     dtype = check_dtype(dtype)
     target = Path(destination).expanduser().resolve()

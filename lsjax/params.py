@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, overload
 
 import jax
@@ -123,16 +123,26 @@ def init(config: LlamaConfig, key: jax.Array, dtype: Any = jnp.float32) -> Param
         key: a JAX random key.
         dtype: the arrays' dtype.
     """
+    return draw(config, key, lambda path, shape: config.initializer_range, dtype)
+
+
+def draw(
+    config: LlamaConfig, key: jax.Array, spread: Callable[[str, tuple[int, ...]], float], dtype: Any = jnp.float32
+) -> Params:
+    """Random parameters: matrices normal with a standard deviation each, norms 1, biases 0.
+
+    Args:
+        config: the model's configuration.
+        key: a JAX random key; each array has its own, by its place in the tree.
+        spread: the deviation of the array of a path (as of :func:`flatten`) and shape.
+        dtype: the arrays' dtype; numbers are drawn in float32.
+    """
     leaves = flatten(abstract_tree(config, dtype))
-    return Params(
-        config,
-        unflatten(
-            {
-                path: _init_leaf(jax.random.fold_in(key, index), config.initializer_range, path.split("/")[-1], leaf)
-                for index, (path, leaf) in enumerate(leaves.items())
-            }
-        ),
-    )
+    drawn = {
+        path: _init_leaf(jax.random.fold_in(key, index), spread(path, leaf.shape), path.split("/")[-1], leaf)
+        for index, (path, leaf) in enumerate(leaves.items())
+    }
+    return Params(config, unflatten(drawn))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

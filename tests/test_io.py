@@ -13,7 +13,7 @@ from support import LLAMA3_ROPE
 import lsjax
 from lsjax.convert import flax
 from lsjax.convert.checkpoint import CheckpointError
-from lsjax.io import is_written, load, save
+from lsjax.io import convert, is_written, load, save
 from lsjax.params import abstract_tree
 from lsjax.sources import locate
 
@@ -59,6 +59,24 @@ def test_mixed_dtypes_and_special_numbers_are_kept(small, tmp_path):
     loaded = load(tmp_path)
     np.testing.assert_array_equal(np.asarray(loaded.tree["norm"]["scale"]).view(np.uint16), bits)
     assert loaded.dtype == "float32"
+
+
+def test_hugging_face_layout_is_what_convert_makes_of_ours(small, tmp_path):
+    from safetensors.numpy import load_file
+
+    save(small, tmp_path / "ours")
+    convert(tmp_path / "ours", tmp_path / "converted", to="hf")
+    save(small, tmp_path / "theirs", to="hf")
+    assert listing(tmp_path / "theirs") == ["config.json", "generation_config.json", "model.safetensors"]
+    assert_same_arrays(load(tmp_path / "theirs"), small)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("theirs", "converted"))
+    assert found.keys() == expected.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array, expected[name], err_msg=name)
+    save(small, tmp_path / "theirs")  # written by us, so it may be replaced
+    assert listing(tmp_path / "theirs") == ["config.json", "generation_config.json", "params.safetensors"]
+    with pytest.raises(ValueError, match="to: expected 'flax' or 'hf', got 'gguf'"):
+        save(small, tmp_path / "theirs", to="gguf")  # pyright: ignore[reportArgumentType]
 
 
 def test_large_models_are_saved_in_shards(small, tmp_path):

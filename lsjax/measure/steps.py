@@ -23,7 +23,7 @@ from lsjax.params import Model
 COUNT = 16  # of the same part in one timed call, so that its start does not count
 
 
-class _Carry(flax.struct.PyTreeNode):
+class Carry(flax.struct.PyTreeNode):
     """A loop's state, and the hidden states ``[batch, K + 1, hidden]`` through which each turn depends on the last."""
 
     state: DecodeState
@@ -35,24 +35,31 @@ class Loop:
 
     It starts every time at the same length over a cache of zeros, which costs what any other cache costs.
 
-    Attributes:
-        seconds_of: seconds of a call to seconds of the part, once.
+    Args:
+        body: the part; what it changes in the carry is what keeps XLA from leaving it out.
+        params: the model.
+        plan: of the state.
+        batch: rows.
+        length: committed tokens of each row at the start.
+        capacity: tokens that the cache holds; None: what is needed.
+        num_caches: layers' caches in the state; None: one for each layer.
     """
 
     def __init__(
         self,
-        body: Callable[[Model, _Carry], _Carry],
+        body: Callable[[Model, Carry], Carry],
         params: Model,
         plan: Plan,
         batch: int,
         length: int,
         capacity: int | None,
+        num_caches: int | None = None,
     ) -> None:
         room = length + COUNT * (plan.num_speculations + 1)
         held = room if capacity is None else check_int("capacity", capacity, room)
-        self._params, self._carry = params, _start(params, plan, batch, length, held)
+        self._params, self._carry = params, _start(params, plan, batch, length, held, num_caches)
 
-        def run(params: Model, carry: _Carry, cache: Any) -> _Carry:
+        def run(params: Model, carry: Carry, cache: Any) -> Carry:
             carry = carry.replace(state=carry.state.replace(cache=cache))
             return lax.fori_loop(0, COUNT, lambda _, carry: body(params, carry), carry)
 
@@ -113,11 +120,11 @@ def drafting(
     With K = 0 it is the last draft alone, so draft steps cost what more of them cost more.
     """
 
-    def body(params: Model, carry: _Carry) -> _Carry:
+    def body(params: Model, carry: Carry) -> Carry:
         state = carry.state
         drafted = draft(params, state)
         cache = drafted.cache + state.cache[drafted.exit_layer :]
-        return _Carry(_advance(state, cache), drafted.hidden)
+        return Carry(_advance(state, cache), drafted.hidden)
 
     return Loop(body, params, _plan(params, exit_layer, num_speculations), batch, length, capacity)
 
@@ -133,19 +140,19 @@ def verification(
 ) -> Loop:
     """The deep layers' part of a round: layers ``[exit_layer, L)`` and the head over K + 1 positions."""
 
-    def body(params: Model, carry: _Carry) -> _Carry:
+    def body(params: Model, carry: Carry) -> Carry:
         state = carry.state
         rows, width = state.tokens.shape[0], num_speculations
         early = state.cache[:exit_layer]
         drafted = Draft(jnp.zeros((rows, width), jnp.int32), state.draft_counts, carry.hidden, early, exit_layer)
         found = verify(params, state, drafted)
         hidden = carry.hidden + 1e-6 * found.targets[..., None].astype(carry.hidden.dtype)
-        return _Carry(_advance(state, early + found.cache), hidden.astype(carry.hidden.dtype))
+        return Carry(_advance(state, early + found.cache), hidden.astype(carry.hidden.dtype))
 
     return Loop(body, params, _plan(params, exit_layer, num_speculations), batch, length, capacity)
 
 
-def _whole_round(params: Model, carry: _Carry) -> _Carry:
+def _whole_round(params: Model, carry: Carry) -> Carry:
     return carry.replace(state=run_round(params, carry.state))
 
 
@@ -153,7 +160,7 @@ def _advance(state: DecodeState, cache: Any) -> DecodeState:
     return state.replace(cache=cache, lengths=state.lengths + state.plan.num_speculations + 1)
 
 
-def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int) -> _Carry:
+def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int, num_caches: int | None) -> Carry:
     slots = capacity + slack(plan)
     rows = jnp.zeros(batch, jnp.int32)
     shape = (batch, plan.num_speculations + 1, params.config.hidden_size)
@@ -164,12 +171,12 @@ def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int) ->
         done=rows > 0,
         eos=rows[:, None] - 1,
         pad=rows,
-        cache=params.init_cache(batch, slots, plan.num_layers),
+        cache=params.init_cache(batch, slots, num_caches or plan.num_layers),
         stats=empty_stats(batch, plan),
         plan=plan,
         config=params.config,
     )
-    return _Carry(state, jax.random.normal(jax.random.key(1), shape).astype(params.dtype))
+    return Carry(state, jax.random.normal(jax.random.key(1), shape).astype(params.dtype))
 
 
 def _plan(params: Model, exit_layer: int, num_speculations: int) -> Plan:
