@@ -207,7 +207,7 @@ class BenchmarkReport:
         lines = [
             f"{count} prompt{'s'[: count > 1]} of {size} tokens, {min(self.batch_size, count)} at a time, at most "
             f"{self.max_new_tokens} new tokens each ({' or '.join(map(str, wrote))} in all); medians of "
-            f"{self.repetitions} run{'s'[: self.repetitions > 1]} in turns",
+            f"{self.repetitions} run{'s'[: self.repetitions > 1]}",
             f"{self.dtype} weights{', prepared' if self.prepared else ''}, on {self.device}",
         ]
         if self.bandwidth is not None:
@@ -217,8 +217,8 @@ class BenchmarkReport:
                 lines[1] += f"; peak of the {name}: {_gigabytes(peak)}"
         return [
             *lines,
-            "(first token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it",
-            "must read over its time, over the fastest reading; memory: weights, cache and temporaries of the program)",
+            "(first token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it must",
+            "read over its time, over the fastest reading; memory: weights, cache, temporaries of the compiled program)",
         ]
 
     def _agreement(self, report: StrategyReport) -> str:
