@@ -168,7 +168,7 @@ class BenchmarkReport:
         return plain | {"prompt_lengths": list(self.prompt_lengths)} | verdict | {"strategies": strategies}
 
     def __str__(self) -> str:
-        head = ["strategy", "tokens/s", "quartiles", "speed-up", "first token", "round", "bandwidth", "accepted"]
+        head = ["strategy", "tokens/s", "quartiles", "speed-up", "1st token", "round", "bandwidth", "accepted"]
         table = [[*head, "tokens/round", "compile", "memory"], *map(self._cells, self.strategies)]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
@@ -217,8 +217,8 @@ class BenchmarkReport:
                 lines[1] += f"; peak of the {name}: {_gigabytes(peak)}"
         return [
             *lines,
-            "(first token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it must",
-            "read over its time, over the fastest reading; memory: weights, cache, temporaries of the compiled program)",
+            "(1st token: prompt and first round; round: one step, or drafts and their check; bandwidth: bytes it",
+            "must read over its time, over the fastest reading; memory: weights, cache and temporaries of the program)",
         ]
 
     def _agreement(self, report: StrategyReport) -> str:
