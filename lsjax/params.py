@@ -248,15 +248,15 @@ def tensor_parallel(config: LlamaConfig, mesh: Mesh, axis: str) -> Params:
 
 
 @overload
-def forward(params: Params, tokens: Any, *, num_layers: int | None = None) -> jax.Array: ...
+def forward(params: Model, tokens: Any, *, num_layers: int | None = None) -> jax.Array: ...
 
 
 @overload
-def forward(params: Params, tokens: Any, *, exits: Sequence[int]) -> tuple[jax.Array, ...]: ...
+def forward(params: Model, tokens: Any, *, exits: Sequence[int]) -> tuple[jax.Array, ...]: ...
 
 
 def forward(
-    params: Params, tokens: Any, *, num_layers: int | None = None, exits: Sequence[int] | None = None
+    params: Model, tokens: Any, *, num_layers: int | None = None, exits: Sequence[int] | None = None
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Teacher-forced logits of the first layers, the final norm and the head (the early exit of arXiv 2404.16710).
 
@@ -295,5 +295,5 @@ def forward(
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _forward(params: Params, tokens: jax.Array, exits: tuple[int, ...]) -> tuple[jax.Array, ...]:
+def _forward(params: Model, tokens: jax.Array, exits: tuple[int, ...]) -> tuple[jax.Array, ...]:
     return params.apply(tokens, exits=exits)

@@ -222,10 +222,10 @@ def test_the_package_brings_it_without_torch_transformers_or_matplotlib():
 
 
 def test_lines_end_at_line_breaks_alone(tmp_path):
-    from lsjax.cli.agreement import _prompts
+    from lsjax.text.prompts import read_file
 
     texts = ["one\u2028line", "another\x0b"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
     for name, content in (("a.jsonl", "\r\n".join(lines)), ("a.txt", "\n".join(texts))):
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8", newline="")
-        assert _prompts(str(tmp_path / name)) == texts
+        assert read_file(tmp_path / name) == texts

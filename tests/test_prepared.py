@@ -11,7 +11,7 @@ from support import random_params, temporaries_of
 
 import lsjax
 from lsjax.model import projection
-from lsjax.model.projection import dot
+from lsjax.model.projection import dot, lookup
 
 TOKENS = np.arange(24, dtype=np.int32).reshape(2, 12) % CONFIG.vocab_size
 
@@ -62,6 +62,18 @@ def test_16_bit_products_accumulate_in_float32(rows, transposed):
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_of_a_table_and_their_gradient(dtype):
+    table = jax.random.normal(jax.random.key(0), (7, 3)).astype(dtype)
+    for rows in ([[2, 6], [9, -1]], [[-3, -1], [-2, -9]]):
+        found, nearest = lookup(table, jnp.asarray(rows)), np.clip(rows, 0, 6)
+        assert found.dtype == dtype
+        np.testing.assert_array_equal(found, np.asarray(table)[nearest])
+        counts = jax.grad(lambda table, rows=rows: lookup(table, jnp.asarray(rows)).astype(jnp.float32).sum())(table)
+        expected = np.bincount(nearest.reshape(-1), minlength=7)
+        np.testing.assert_array_equal(counts.astype(jnp.float32), np.repeat(expected[:, None], 3, axis=1))
+
+
 @pytest.mark.parametrize("form", ["plain", "prepared"])
 def test_bfloat16_weights_and_caches_are_held_once(form, monkeypatch):
     """No float32 copy of a weight, or of a cache, among a loop's temporaries."""
@@ -87,5 +99,5 @@ def test_bfloat16_weights_and_caches_are_held_once(form, monkeypatch):
 
 def test_prepared_weights_are_not_a_checkpoint(tmp_path):
     with pytest.raises((TypeError, ValueError), match="Params"):
-        lsjax.save(lsjax.prepare(random_params(CONFIG, 5)), tmp_path / "model")
+        lsjax.save(lsjax.prepare(random_params(CONFIG, 5)), tmp_path / "model")  # pyright: ignore[reportArgumentType]
     assert not (tmp_path / "model").exists()

@@ -16,6 +16,7 @@ COMMANDS = {
     "convert": "write a checkpoint anew, in Flax's or Hugging Face's layout",
     "inspect": "say what a checkpoint is and whether it would load, from its headers",
     "agreement": "how often each layer names the whole model's token: look at it before choosing an exit",
+    "bench": "measure how fast a model decodes here, with what explains the speed, on prompts of one's own",
     "parity": "compare a checkpoint's modules, logits and greedy text with transformers' in torch",
 }
 

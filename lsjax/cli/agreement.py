@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lsjax.cli.generate import DTYPES
-from lsjax.cli.parser import Parser, UsageError, at_least, usage_errors
+from lsjax.cli.parser import Parser, at_least, prompts_file, usage_errors
 
 
 def make_parser() -> Parser:
@@ -31,7 +31,7 @@ def make_parser() -> Parser:
     )
     parser.add_argument(
         "--prompts",
-        type=_prompts,
+        type=prompts_file,
         metavar="FILE",
         help='one prompt a line; in a .jsonl file {"prompt": "..."} or {"tokens": [ids]} (default: a few built-in)',
     )
@@ -61,9 +61,10 @@ def main(argv: Sequence[str]) -> int:
     options = make_parser().parse_args(argv)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that torch is absent
     # Only now JAX and what builds on it, so that help and wrong usage answer at once.
-    from lsjax.cli.session import note
+    from lsjax.cli.session import encode_prompts, long_capacity, note
     from lsjax.io import load
     from lsjax.measure.agreement import agreement
+    from lsjax.text.prompts import PROMPTS, pad_rows
 
     draw: Any = None
     if options.plot is not None:
@@ -71,14 +72,11 @@ def main(argv: Sequence[str]) -> int:
             from lsjax.measure.plot import draw
     note(f"loading {options.source}")
     with usage_errors(options.source, ValueError, OSError, ImportError):
-        rows = _encode(options)
+        prompts = list(PROMPTS) if options.prompts is None else options.prompts
+        rows = encode_prompts(options.source, prompts, chat=options.chat)
         params = load(options.source, dtype=options.dtype)
-    from lsjax.text.prompts import pad_rows
-
     tokens, lengths = pad_rows(rows)
-    # Under longrope prompts on both sides of its original length go together with the long factors.
-    longest, boundary = tokens.shape[1] + options.max_new_tokens, params.config.short_length
-    capacity = longest if boundary is not None and longest > boundary else None
+    capacity = long_capacity(params.config, tokens.shape[1] + options.max_new_tokens)
     note("compiling, generating and measuring")
     with usage_errors("--prompts", ValueError):
         found = agreement(
@@ -96,55 +94,6 @@ def main(argv: Sequence[str]) -> int:
     about = {"model": options.source, "dtype": str(params.dtype), "max_new_tokens": options.max_new_tokens}
     print(json.dumps(about | found.to_dict()) if options.json else found)
     return 0
-
-
-def _encode(options: argparse.Namespace) -> list[Any]:
-    """Rows of ids; the tokenizer is loaded only for texts."""
-    from lsjax.text.prompts import PROMPTS, encode
-    from lsjax.text.tokenizer import load_tokenizer
-
-    prompts = list(PROMPTS) if options.prompts is None else options.prompts
-    if options.chat and not all(isinstance(prompt, str) for prompt in prompts):
-        raise UsageError('--chat is for texts: --prompts holds {"tokens": ...}')
-    tokenizer = None
-    if any(isinstance(prompt, str) for prompt in prompts):
-        try:
-            tokenizer = load_tokenizer(options.source)
-        except FileNotFoundError as error:
-            if "holds no tokenizer" not in str(error):
-                raise
-            hint = 'give ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
-            raise UsageError(f"{error}; {hint}") from error
-    return [encode(item, tokenizer, chat=options.chat) if isinstance(item, str) else item for item in prompts]
-
-
-def _prompts(name: str) -> list[Any]:
-    """The type of a file of prompts: a list of texts and of lists of ids."""
-    try:
-        text = Path(name).read_text(encoding="utf-8-sig")  # line breaks of other systems are \n by now
-    except (OSError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f"expected a text file in UTF-8, got {name!r} ({error})") from error
-    lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
-    if not lines:
-        raise argparse.ArgumentTypeError(f"expected a prompt a line, got nothing in {name!r}")
-    if not name.endswith(".jsonl"):
-        return list(lines.values())
-    return [_read_json(line, f"line {number} of {name!r}") for number, line in lines.items()]
-
-
-def _read_json(line: str, where: str) -> Any:
-    try:
-        entry = json.loads(line)
-    except ValueError:
-        entry = None
-    match entry:
-        case {"prompt": str(text)} if text:
-            return text
-        case {"tokens": [*ids]} if ids and all(type(item) is int and 0 <= item < 2**31 for item in ids):
-            return ids
-    raise argparse.ArgumentTypeError(
-        f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in {where}, got {line[:60]!r}'
-    )
 
 
 def _picture(name: str) -> Path:

@@ -100,6 +100,16 @@ def prompt_file(name: str) -> str:
         raise argparse.ArgumentTypeError(f"expected a text file in UTF-8, got {name!r} ({error})") from error
 
 
+def prompts_file(name: str) -> list[str | list[int]]:
+    """The type of a file of prompts; see :func:`lsjax.text.prompts.read_file`."""
+    from lsjax.text.prompts import read_file
+
+    try:
+        return read_file(name)
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
 def _prompt(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected a prompt, got an empty text")

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lsjax.checks import check_depth, check_tokens
-from lsjax.cli.parser import usage_errors
+from lsjax.cli.parser import UsageError, usage_errors
+from lsjax.config import LlamaConfig
 from lsjax.decode.generate import generate
 from lsjax.io import load
 from lsjax.params import Params
@@ -77,7 +78,7 @@ class Session:
     def answer(self, strategy: str) -> Answer:
         """Generates with one strategy and waits for the result."""
         start = time.perf_counter()
-        with _interruptible():
+        with interruptible():
             found = generate(
                 self.params,
                 self.prompts.tokens,
@@ -159,6 +160,43 @@ def open_session(options: argparse.Namespace) -> Session:
     return Session(params, tokenizer, Prompts(options.prompt, *pad_rows(rows)), options)
 
 
+def encode_prompts(source: str, prompts: Sequence[str | list[int]], *, chat: bool = False) -> list[Any]:
+    """Texts and lists of ids as rows of ids; the tokenizer is loaded only for texts.
+
+    Args:
+        source: the model, as ``lsjax.load`` takes it.
+        prompts: texts, and rows that are ids already.
+        chat: put texts into the model's chat template.
+
+    Raises:
+        UsageError: a chat template for ids, or texts for a model without a tokenizer.
+        as :func:`~lsjax.text.tokenizer.load_tokenizer` and :func:`~lsjax.text.prompts.encode`.
+    """
+    if chat and not all(isinstance(prompt, str) for prompt in prompts):
+        raise UsageError('--chat is for texts: --prompts holds {"tokens": ...}')
+    tokenizer = None
+    if any(isinstance(prompt, str) for prompt in prompts):
+        try:
+            tokenizer = load_tokenizer(source)
+        except FileNotFoundError as error:
+            if "holds no tokenizer" not in str(error):
+                raise
+            hint = 'give ids, --prompts FILE.jsonl with lines {"tokens": [1, 2, 3]}'
+            raise UsageError(f"{error}; {hint}") from error
+    return [encode(item, tokenizer, chat=chat) if isinstance(item, str) else item for item in prompts]
+
+
+def long_capacity(config: LlamaConfig, longest: int) -> int | None:
+    """The capacity for prompts on both sides of longrope's original length: all with the long factors; or None.
+
+    Args:
+        config: the model's configuration.
+        longest: tokens that the longest text may come to.
+    """
+    boundary = config.short_length
+    return longest if boundary is not None and longest > boundary else None
+
+
 def run(session: Session) -> int:
     """Answers with the strategy that was asked for: the text on stdout, statistics on stderr."""
     strategy = session.options.strategy
@@ -179,7 +217,7 @@ def run(session: Session) -> int:
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def interruptible() -> Iterator[None]:
     """Lets Ctrl-C end the process at once (status 130 to a shell), quietly.
 
     Python's own handler would run only when the compiled program returns, perhaps minutes later.

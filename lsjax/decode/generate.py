@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -28,7 +28,7 @@ from lsjax.decode.request import (
 )
 from lsjax.decode.round import run_round
 from lsjax.decode.state import Plan, Stats
-from lsjax.params import Params
+from lsjax.params import Model
 
 
 class GenerateOutput(flax.struct.PyTreeNode):
@@ -46,7 +46,7 @@ class GenerateOutput(flax.struct.PyTreeNode):
 
 
 def generate(
-    params: Params,
+    params: Model,
     tokens: Any,
     *,
     exit_layer: int | None = None,
@@ -89,6 +89,64 @@ def generate(
         >>> out = lsjax.generate(params, tokens, exit_layer=4, num_speculations=6, max_new_tokens=128)
         >>> out.tokens, out.stats.acceptance_rate
     """
+    call = _read_call(
+        params,
+        tokens,
+        exit_layer=exit_layer,
+        num_speculations=num_speculations,
+        max_new_tokens=max_new_tokens,
+        strategy=strategy,
+        prompt_lengths=prompt_lengths,
+        attention_mask=attention_mask,
+        eos_token_id=eos_token_id,
+        pad_token_id=pad_token_id,
+        capacity=capacity,
+    )
+    found = _generate(params, call.request, call.plan, call.capacity)
+    return _trim(found, call.request.pad, call.width, call.single)
+
+
+def lower(params: Model, tokens: Any, **options: Any) -> jax.stages.Lowered:
+    """The program that :func:`generate` runs for these arguments: its text, its cost, its memory.
+
+    Once ``generate`` has run with them, ``.compile()`` finds the same program and costs nothing.
+
+    Args:
+        params: as of :func:`generate`, like the rest.
+        tokens: the prompts.
+        options: any of its options.
+
+    Example:
+        >>> lower(params, tokens, exit_layer=4).compile().memory_analysis()
+    """
+    call = _read_call(params, tokens, **options)
+    return _generate.lower(params, call.request, call.plan, call.capacity)
+
+
+class _Call(NamedTuple):
+    """A call of :func:`generate`, checked: what its program takes, and the shape of what it returns."""
+
+    request: Request
+    plan: Plan
+    capacity: int
+    width: int
+    single: bool
+
+
+def _read_call(
+    params: Model,
+    tokens: Any,
+    *,
+    exit_layer: int | None = None,
+    num_speculations: int = NUM_SPECULATIONS,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    strategy: str | None = None,
+    prompt_lengths: Any = None,
+    attention_mask: Any = None,
+    eos_token_id: int | Iterable[int] | jax.Array | None = None,
+    pad_token_id: int | jax.Array | None = None,
+    capacity: int | None = None,
+) -> _Call:
     check_params(params)
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
     prompts = read_prompts(tokens, prompt_lengths, attention_mask, params.config)
@@ -101,16 +159,15 @@ def generate(
         held = check_capacity(capacity, width, longest + max_new_tokens)
     else:
         held = choose_capacity(params.config, prompts, max_new_tokens, eager)
-    warn_beyond_trained_length(params.config, longest + max_new_tokens)
+    warn_beyond_trained_length(params.config, longest + max_new_tokens, callers=2)
     if eager:
         request = request.to_bucket(held).place_like(tokens)
-    found = _generate(params, request, plan, held)
-    return _trim(found, request.pad, width + max_new_tokens, prompts.single)
+    return _Call(request, plan, held, width + max_new_tokens, prompts.single)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _generate(params: Params, request: Request, plan: Plan, capacity: int) -> GenerateOutput:
-    def run(params: Params, request: Request) -> GenerateOutput:
+def _generate(params: Model, request: Request, plan: Plan, capacity: int) -> GenerateOutput:
+    def run(params: Model, request: Request) -> GenerateOutput:
         state = start(params, request, plan, capacity)
         state = lax.while_loop(lambda state: state.active, functools.partial(run_round, params), state)
         return GenerateOutput(state.tokens, state.lengths, state.stats)

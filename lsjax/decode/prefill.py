@@ -24,11 +24,11 @@ from lsjax.decode.request import (
     warn_beyond_trained_length,
 )
 from lsjax.decode.state import DecodeState, Plan, check_usable, empty_stats, slack
-from lsjax.params import Params
+from lsjax.params import Model
 
 
 def prefill(
-    params: Params,
+    params: Model,
     tokens: Any,
     *,
     state: DecodeState | None = None,
@@ -96,7 +96,7 @@ def prefill(
 
 
 @functools.partial(jax.jit, static_argnames=("plan", "capacity"))
-def start(params: Params, request: Request, plan: Plan, capacity: int) -> DecodeState:
+def start(params: Model, request: Request, plan: Plan, capacity: int) -> DecodeState:
     """The state before the first round: every layer has read all prompt tokens but the last."""
     batch, width = request.tokens.shape
     slots = capacity + slack(plan)
@@ -123,7 +123,7 @@ def start(params: Params, request: Request, plan: Plan, capacity: int) -> Decode
 
 
 def _continue(
-    params: Params,
+    params: Model,
     tokens: Any,
     state: DecodeState,
     max_new_tokens: int | None,
@@ -151,11 +151,11 @@ def _continue(
 
 
 @jax.jit
-def _read_on(params: Params, rows: tuple[jax.Array, jax.Array, jax.Array | None, DecodeState]) -> DecodeState:
+def _read_on(params: Model, rows: tuple[jax.Array, jax.Array, jax.Array | None, DecodeState]) -> DecodeState:
     return fold_rows(_append)(params, rows)
 
 
-def _append(params: Params, rows: tuple[jax.Array, jax.Array, jax.Array | None, DecodeState]) -> DecodeState:
+def _append(params: Model, rows: tuple[jax.Array, jax.Array, jax.Array | None, DecodeState]) -> DecodeState:
     """Tokens past the capacity are left out (:func:`prefill` refuses them where it can see them)."""
     tokens, lengths, max_new_tokens, state = rows
     slots = state.tokens.shape[1]

@@ -20,7 +20,7 @@ from lsjax.decode.sampling import accept_greedy, greedy
 from lsjax.decode.state import DecodeState, Stats, check_model, check_usable
 from lsjax.decode.stopping import first_eos
 from lsjax.model.cache import LayerCache
-from lsjax.params import Params
+from lsjax.params import Model
 
 
 class Draft(flax.struct.PyTreeNode):
@@ -55,7 +55,7 @@ class Verification(flax.struct.PyTreeNode):
 
 
 @functools.partial(jax.jit, static_argnames="num_layers")
-def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) -> Draft:
+def draft(params: Model, state: DecodeState, *, num_layers: int | None = None) -> Draft:
     """Drafts with the first layers, one token at a time, each step writing the caches that verification shares.
 
     After the last draft its early layers run once more without the head, so that full acceptance leaves no hole. Near
@@ -101,7 +101,7 @@ def draft(params: Params, state: DecodeState, *, num_layers: int | None = None) 
 
 
 @jax.jit
-def verify(params: Params, state: DecodeState, drafted: Draft) -> Verification:
+def verify(params: Model, state: DecodeState, drafted: Draft) -> Verification:
     """Runs the layers after the exit over the kept hidden states, all positions at once, then the head."""
     exit_layer, num_layers = drafted.exit_layer, state.plan.num_layers
     with jax.named_scope("verify"):
@@ -150,13 +150,13 @@ def _count(state: DecodeState, counts: jax.Array, accepted: jax.Array, end: jax.
     )
 
 
-def run_round(params: Params, state: DecodeState) -> DecodeState:
+def run_round(params: Model, state: DecodeState) -> DecodeState:
     """Draft, verify, commit: what ``generate`` loops over and :func:`decode_round` compiles alone."""
     drafted = draft(params, state)
     return commit(state, drafted, verify(params, state, drafted))
 
 
-def decode_round(params: Params, state: DecodeState) -> DecodeState:
+def decode_round(params: Model, state: DecodeState) -> DecodeState:
     """One draft-verify round from the host, for streaming, chat and experiments.
 
     Compiled once for each combination of shapes and plan. The state's cache is donated, so that no copy of it is made:
@@ -177,6 +177,6 @@ def decode_round(params: Params, state: DecodeState) -> DecodeState:
 
 
 @functools.partial(jax.jit, donate_argnums=2)
-def _decode_round(params: Params, state: DecodeState, cache: tuple[LayerCache, ...]) -> DecodeState:
+def _decode_round(params: Model, state: DecodeState, cache: tuple[LayerCache, ...]) -> DecodeState:
     # Only the cache is donated: the small arrays may be shared with the states of other continuations.
     return fold_rows(run_round)(params, state.replace(cache=cache))

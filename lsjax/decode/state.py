@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lsjax.checks import check_params, is_traced
 from lsjax.config import LlamaConfig
 from lsjax.model.cache import LayerCache
-from lsjax.params import Params
+from lsjax.params import Model
 
 
 class Plan(NamedTuple):
@@ -110,7 +110,7 @@ class DecodeState(flax.struct.PyTreeNode):
         return ~jnp.all(self.done)
 
 
-def check_model(params: Params, state: DecodeState) -> None:
+def check_model(params: Model, state: DecodeState) -> None:
     """That the state is one of this model."""
     check_params(params)
     if not isinstance(state, DecodeState):
@@ -120,7 +120,7 @@ def check_model(params: Params, state: DecodeState) -> None:
         raise ValueError(f"state: expected one of this model, {params.config} in {params.dtype}, got one of {found}")
 
 
-def check_usable(params: Params, state: DecodeState) -> None:
+def check_usable(params: Model, state: DecodeState) -> None:
     """:func:`check_model`, and that no round has taken the state's cache."""
     check_model(params, state)
     if not is_traced(state) and any(leaf.is_deleted() for leaf in jax.tree.leaves(state.cache)):

@@ -13,11 +13,12 @@ import numpy as np
 from jax import lax
 
 from lsjax.checks import check_int, check_params, is_traced
-from lsjax.config import LlamaConfig, token_ids
+from lsjax.config import token_ids
 from lsjax.decode.generate import generate
 from lsjax.decode.prompts import LEAST_WIDTH, bucket, read_prompts, to_bucket
 from lsjax.decode.request import choose_capacity
 from lsjax.decode.sampling import greedy
+from lsjax.measure.bandwidth import step_bytes
 from lsjax.measure.replay import replay, wilson
 from lsjax.params import Params
 
@@ -263,12 +264,5 @@ def _choices(params: Params, tokens: jax.Array, first: jax.Array, count: int, ca
 
 def draft_costs(params: Params) -> np.ndarray:
     """float64 ``[layers]``: bytes of weights that a draft of so many layers reads, as a share of the whole model's."""
-
-    def size(*names: str) -> int:
-        leaves = jax.tree.leaves([params.tree[name] for name in names])
-        return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
-
-    config: LlamaConfig = params.config
-    layers = np.cumsum([size(f"layers_{layer}") for layer in range(config.num_hidden_layers)])
-    head = size("norm", "embed_tokens" if config.tie_word_embeddings else "lm_head")
-    return (layers + head) / (layers[-1] + head)
+    steps = [step_bytes(params, num_layers=layer + 1) for layer in range(params.config.num_hidden_layers)]
+    return np.array(steps) / steps[-1]

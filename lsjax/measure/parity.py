@@ -15,6 +15,7 @@ from lsjax.config import token_ids
 from lsjax.convert.formats import open_checkpoint
 from lsjax.decode.generate import generate
 from lsjax.io import load
+from lsjax.measure.difference import TIE, parting
 from lsjax.measure.modules import compare_modules
 from lsjax.measure.reference import Reference, as_reference, load_reference
 from lsjax.measure.report import ParityReport, ParityRow, compare, worse
@@ -25,7 +26,6 @@ from lsjax.text.prompts import PROMPTS, encode, pad_rows
 # Of float32's rounding: about 2e-6 in small random models, up to 3e-5 in a trained one with huge activations.
 MODULE_TOLERANCE = 1e-4
 LOGITS_TOLERANCE = 1e-4
-TIE = 1e-4  # of the logits' standard deviation: float32 rounding decides what is closer
 _RANDOM_LENGTHS = (24, 5, 17, 12)  # of the prompts of random ids
 
 
@@ -159,8 +159,9 @@ def compare_tokens(
     for index, (prompt, written, text) in enumerate(
         zip(prompts, _write(params, prompts, exit_layer, options), expected, strict=True)
     ):
-        if written != list(text):
-            row = _parting(what, reference, written, text, f"text {index}", len(prompt))
+        at = parting(written, text)
+        if at is not None:
+            row = _judge(what, reference, written, text, at, f"text {index}, new token {at - len(prompt) + 1}")
             ties += row.ok
             worst = worse(worst, row)
     return worst, ties
@@ -178,17 +179,15 @@ def _write(
             yield row[:length].tolist()
 
 
-def _parting(
-    what: str, reference: Reference, written: Sequence[int], text: Sequence[int], where: str, start: int
+def _judge(
+    what: str, reference: Reference, written: Sequence[int], text: Sequence[int], at: int, where: str
 ) -> ParityRow:
-    """Where two texts first part, and how far the reference's logits of the two tokens lie below its best."""
-    at = next((i for i, (ours, theirs) in enumerate(zip(written, text, strict=False)) if ours != theirs), None)
-    if at is None:  # one ends where the other goes on
-        at = min(len(written), len(text))
-        return ParityRow(what, np.inf, 1.0, TIE, f"{where}, new token {at - start + 1}: one text ends")
+    """Two texts that part at an index: how far the reference's logits of the two tokens lie below its best."""
+    if at == min(len(written), len(text)):  # one ends where the other goes on
+        return ParityRow(what, np.inf, 1.0, TIE, f"{where}: one text ends")
     logits = reference.logits(np.array([text[:at]]))[0, -1]
     gap = float(logits.max() - min(logits[written[at]], logits[text[at]]))
-    where = f"{where}, new token {at - start + 1}: id {written[at]}, expected {text[at]}"
+    where = f"{where}: id {written[at]}, expected {text[at]}"
     return ParityRow(what, gap, float(logits.std()), TIE, where)
 
 

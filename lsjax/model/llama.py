@@ -20,7 +20,7 @@ from flax.linen.dtypes import promote_dtype
 from lsjax.config import LlamaConfig
 from lsjax.model.attention import attend
 from lsjax.model.cache import LayerCache, write
-from lsjax.model.projection import Projection, dot
+from lsjax.model.projection import Projection, dot, lookup
 from lsjax.model.rope import rotate, rotation
 
 
@@ -186,7 +186,7 @@ class Llama(nn.Module):
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Ids ``[...]`` to ``[..., hidden]``; ids outside the vocabulary read its nearest end."""
-        return jnp.take(self.embed_tokens.embedding, tokens, axis=0, mode="clip")
+        return lookup(self.embed_tokens.embedding, tokens)
 
     def run_layers(
         self,

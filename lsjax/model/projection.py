@@ -1,8 +1,7 @@
-"""Matrix products with weights, each in the form that its backend runs best."""
+"""What reads weights: matrix products and rows of a table, each in the form that its backend runs best."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,8 @@ def dot(x: jax.Array, weight: jax.Array, *, transposed: bool, dtype: Any = None)
 
     Float16 and bfloat16 on CPUs: for one row, and for results in 16 bits, XLA would multiply a float32 copy of the
     whole weight, made outside the loop and held throughout it; it reads the weight as it is only for two rows or more
-    and results in float32. So one row is computed twice there, at the cost of reading the weight once.
+    and results in float32. So one row is computed twice there, at the cost of reading the weight once. And both are
+    matrices: of more axes XLA may make one by a transposed copy.
 
     Args:
         x: the input.
@@ -53,14 +53,33 @@ def dot(x: jax.Array, weight: jax.Array, *, transposed: bool, dtype: Any = None)
         transposed: which axis of the weight is multiplied.
         dtype: of the result, and of its accumulation at least; None: as XLA has it for ``x``.
     """
+    width, features = x.shape[-1], weight.shape[:-1] if transposed else weight.shape[1:]
+    rows = x.reshape(-1, width)
+    matrix = weight.reshape((-1, width) if transposed else (width, -1))
     narrow = weight.dtype.itemsize == 2 and on_cpu()
-    one_row = narrow and math.prod(x.shape[:-1]) == 1
-    rows = jnp.concatenate([x.reshape(1, -1)] * 2) if one_row else x
-    dimensions = (((rows.ndim - 1,), (weight.ndim - 1 if transposed else 0,)), ((), ()))
-    accumulated = jnp.float32 if narrow else dtype
-    out = lax.dot_general(rows, weight, dimensions, preferred_element_type=accumulated)
-    out = out[:1].reshape(*x.shape[:-1], *out.shape[1:]) if one_row else out
-    return out.astype(x.dtype if dtype is None else dtype)
+    one_row = narrow and rows.shape[0] == 1
+    if one_row:
+        rows = jnp.concatenate([rows, rows])
+    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+    out = lax.dot_general(rows, matrix, dimensions, preferred_element_type=jnp.float32 if narrow else dtype)
+    out = out[:1] if one_row else out
+    return out.reshape(*x.shape[:-1], *features).astype(x.dtype if dtype is None else dtype)
+
+
+def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows of a table ``[rows, width]`` by their numbers ``[...]``, to ``[..., width]``; a number past an end reads it.
+
+    XLA's CPU backend has no gather of float16 and bfloat16: it reads rows of the table in float32, a conversion that
+    costs nothing where it is, but outside a loop, whither XLA moves it, makes and holds all of it. It moves nothing out
+    of a conditional.
+    """
+
+    def take() -> jax.Array:
+        return jnp.take(table, rows, axis=0, mode="clip")
+
+    if table.dtype.itemsize != 2 or not on_cpu():
+        return take()
+    return lax.cond(jnp.max(rows) >= 0, take, lambda: jnp.broadcast_to(table[0], (*rows.shape, table.shape[1])))
 
 
 def on_cpu() -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,3 +48,45 @@ def pad_rows(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
     for index, row in enumerate(rows):
         tokens[index, : len(row)] = row
     return tokens, lengths
+
+
+def read_file(name: str | os.PathLike[str]) -> list[str | list[int]]:
+    """A file of prompts in UTF-8: one a line, blank lines left out.
+
+    In a ``.jsonl`` file a line is ``{"prompt": "..."}`` or ``{"tokens": [ids]}``; other keys are passed over.
+
+    Returns:
+        texts, and lists of ids.
+
+    Raises:
+        ValueError: no text in UTF-8, no prompts, or a line that is none.
+    """
+    try:
+        text = Path(name).read_text(encoding="utf-8-sig")  # line breaks of other systems are \n by now
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a text file in UTF-8, got {str(name)!r} ({error})") from error
+    lines = {number: line for number, line in enumerate(text.split("\n"), start=1) if line.strip()}
+    if not lines:
+        raise ValueError(f"expected a prompt a line, got nothing in {str(name)!r}")
+    if Path(name).suffix != ".jsonl":
+        return list(lines.values())
+    return [read_json(line, f"line {number} of {str(name)!r}") for number, line in lines.items()]
+
+
+def read_json(line: str, where: str) -> str | list[int]:
+    """The prompt of one line of a ``.jsonl`` file.
+
+    Args:
+        line: a JSON object.
+        where: the line's place, for the error.
+    """
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        entry = None
+    match entry:
+        case {"prompt": str(text)} if text:
+            return text
+        case {"tokens": [*ids]} if ids and all(type(item) is int and 0 <= item < 2**31 for item in ids):
+            return ids
+    raise ValueError(f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in {where}, got {line[:60]!r}')
