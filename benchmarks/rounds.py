@@ -5,7 +5,8 @@
 The parts (a draft step, the last draft, the verification of K + 1 positions, an autoregressive step) are timed alone,
 in turns; the bound of a round is the sum of its matrix products, each at the rate measured for its width, and of the
 cache at the measured bandwidth. Then texts are generated both ways, and the measured speed-up stands beside the
-predicted one.
+predicted one; with ``--transformers`` beside transformers' too, in the same turns (batch 1, models that are directories
+in Hugging Face's layout).
 """
 
 import gc
@@ -14,6 +15,7 @@ from typing import Any
 
 import common
 import numpy as np
+import rivals
 from matplotlib.figure import Figure
 
 import lsjax
@@ -29,34 +31,45 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--prompt-length", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--transformers", action="store_true")
     parser.add_argument("--name", default="rounds", help="of the results' files")
     options = parser.parse_args()
     found = []
     for model in options.model:
         params = lsjax.prepare(lsjax.load(model, dtype=options.dtype), donate=True)
+        rival = rivals.Transformers(Path(model), options.dtype) if options.transformers else None
         exits = map(int, options.exit_layers.split(","))
-        found.extend(_run(options, model, params, exit_layer) for exit_layer in exits)
-        del params
+        found.extend(_run(options, model, params, rival, exit_layer) for exit_layer in exits)
+        del params, rival
         gc.collect()
     columns = ("model", "exit", "draft step", "last draft", "verify", "round", "round / bound", "AR step", "bound / AR")
     measured = ("accepted", "tokens/round", "predicted", "measured", "measured / predicted")
     table = common.to_table([*columns, *measured], [_row(entry) for entry in found])
+    if options.transformers:
+        names = list(found[0]["tokens_per_second"])
+        speeds = [[Path(e["model"]).name, *(f"{e['tokens_per_second'][name]:.2f}" for name in names)] for e in found]
+        table += "\n\n" + common.to_table(["tokens a second", *names], speeds)
     about = f"\n\nMilliseconds; K = {options.num_speculations}, batch {options.batch}, {options.dtype}."
     results = {"num_speculations": options.num_speculations, "batch": options.batch, "dtype": options.dtype}
     common.write(options.out, options.name, results | {"runs": found}, table + about, _draw(found, options))
 
 
-def _run(options: Any, name: str, params: Any, exit_layer: int) -> dict[str, Any]:
+def _run(options: Any, name: str, params: Any, rival: rivals.Transformers | None, exit_layer: int) -> dict[str, Any]:
     drafts, batch, new = options.num_speculations, options.batch, options.new_tokens
     tokens = common.prompts(name, params.config, batch, options.prompt_length)
     settings: dict[str, Any] = {"capacity": tokens.shape[1] + new, "eos_token_id": ()}
     plan = {"exit_layer": exit_layer, "num_speculations": drafts}
-    calls = {
+    calls: dict[str, Any] = {
         "autoregressive": lambda: lsjax.generate(params, tokens, max_new_tokens=new, **settings),
         "self_speculative": lambda: lsjax.generate(params, tokens, max_new_tokens=new, **settings, **plan),
         # What both share, so that rounds alone are compared: the prompt's pass, the start of a call, and one token.
         "prompt": lambda: lsjax.generate(params, tokens, max_new_tokens=1, **settings),
     }
+    if rival is not None:
+        calls |= {
+            "transformers, autoregressive": lambda: rival.generate(tokens, new),
+            "transformers, early exit": lambda: rival.generate(tokens, new, exit_layer),
+        }
     progress = common.Progress(len(calls) * (options.repetitions + 1))
     timings = time_in_turns(calls, repetitions=options.repetitions, progress=progress)
     costs = round_costs(
@@ -80,6 +93,10 @@ def _run(options: Any, name: str, params: Any, exit_layer: int) -> dict[str, Any
         "predicted": costs.speed_up(new / rounds),
         "measured": _decoding(timings, "autoregressive") / _decoding(timings, "self_speculative"),
         "seconds": {name: timing.seconds.to_dict() for name, timing in timings.items()},
+        "transformers": None if rival is None else rival.setting,
+        "tokens_per_second": {
+            name: batch * new / timing.median for name, timing in timings.items() if name != "prompt"
+        },
         "predicted_line": {f"{rate:.2f}": costs.speed_up(float(costs.tokens_per_round(rate))) for rate in _RATES},
     }
 

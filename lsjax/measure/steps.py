@@ -189,50 +189,59 @@ def _layers(params: Model) -> int:
     return params.config.num_hidden_layers
 
 
-def matrix_products(params: Model, rows: int) -> dict[str, tuple[Callable[[], Any], int]]:
-    """The model's matrix products alone, by kind, for :func:`~lsjax.measure.timing.time_in_turns`.
+class Products:
+    """One kind of the model's matrix products alone: a call multiplies with each matrix in turn, some times over.
+
+    Args:
+        weights: each layer's matrix of this kind, as the model has it.
+        transposed: see :func:`~lsjax.model.projection.dot`, like ``dtype``.
+        rows: positions in one product, over the whole batch.
+        repeats: how often all of them.
+        dtype: of the result.
+    """
+
+    def __init__(self, weights: list[jax.Array], transposed: bool, rows: int, repeats: int, dtype: Any) -> None:
+        self.weights, self.count = weights, repeats * len(weights)
+        width = weights[0].shape[-1 if transposed else 0]
+        self._x = jax.random.normal(jax.random.key(0), (rows, width)).astype(weights[0].dtype)
+
+        def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+            def body(_: Any, x: jax.Array) -> jax.Array:
+                for weight in weights:
+                    out = dot(x, weight, transposed=transposed, dtype=dtype).reshape(rows, -1)
+                    x = x + (1e-9 * out[:, :1]).astype(x.dtype)  # the next product has to wait for this one
+                return x
+
+            return lax.fori_loop(0, repeats, body, x)
+
+        self._run = jax.jit(run)
+
+    def __call__(self) -> jax.Array:
+        """Multiplies; ``count`` products in all."""
+        return self._run(self.weights, self._x)
+
+
+def matrix_products(params: Model, rows: int) -> dict[str, Products]:
+    """The model's matrix products alone, by kind: ``self_attn/o_proj``, ..., ``head``.
 
     Args:
         params: the model, plain or prepared: its own arrays in their own form.
         rows: positions in one product, over the whole batch.
-
-    Returns:
-        by kind (``self_attn/o_proj``, ..., ``head``) a call that multiplies with every layer's matrix of that kind one
-        after the other, some times over, and how many layers' products a call makes.
     """
     layers = _layers(params)
-    calls = {}
+    found = {}
     for part in ("self_attn", "mlp"):
         for name in params.tree["layers_0"][part]:
             held = [params.tree[f"layers_{layer}"][part][name] for layer in range(layers)]
             transposed = "weight" in held[0]
             weights = [module["weight" if transposed else "kernel"] for module in held]
-            repeats = max(1, 64 // layers)
-            calls[f"{part}/{name}"] = (_products(weights, transposed, rows, repeats, None), repeats * layers)
+            found[f"{part}/{name}"] = Products(weights, transposed, rows, max(1, 64 // layers), None)
     if "lm_head" in params.tree:
         transposed = "weight" in params.tree["lm_head"]
         head = params.tree["lm_head"]["weight" if transposed else "kernel"]
     else:
         transposed, head = True, params.tree["embed_tokens"]["embedding"]
-    calls["head"] = (_products([head], transposed, rows, 4, jnp.float32), 4)
-    return calls
-
-
-def _products(weights: list[jax.Array], transposed: bool, rows: int, repeats: int, dtype: Any) -> Callable[[], Any]:
-    width = weights[0].shape[-1 if transposed else 0]
-
-    def run(weights: list[jax.Array], x: jax.Array) -> jax.Array:
-        def body(_: Any, x: jax.Array) -> jax.Array:
-            for weight in weights:
-                out = dot(x, weight, transposed=transposed, dtype=dtype).reshape(rows, -1)
-                x = x + (1e-9 * out[:, :1]).astype(x.dtype)  # the next product has to wait for this one
-            return x
-
-        return lax.fori_loop(0, repeats, body, x)
-
-    x = jax.random.normal(jax.random.key(0), (rows, width)).astype(weights[0].dtype)
-    compiled = jax.jit(run)
-    return lambda: compiled(weights, x)
+    return found | {"head": Products([head], transposed, rows, 4, jnp.float32)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,7 +336,7 @@ def round_costs(
     }
     widths = (batch, batch * (drafts + 1))
     products = {(kind, rows): call for rows in widths for kind, call in matrix_products(params, rows).items()}
-    calls = parts | {name: call for name, (call, _) in products.items()}
+    calls = parts | products
     timings = time_in_turns(calls, repetitions=repetitions, progress=progress)
     one = _product_seconds(timings, products)
     bandwidth = read_bandwidth(jax.tree.leaves(params)[0].devices().pop(), repetitions=repetitions)
@@ -349,10 +358,8 @@ def round_costs(
     )
 
 
-def _product_seconds(
-    timings: Timings, products: Mapping[tuple[str, int], tuple[Any, int]]
-) -> dict[str, dict[int, float]]:
+def _product_seconds(timings: Timings, products: Mapping[tuple[str, int], Products]) -> dict[str, dict[int, float]]:
     found: dict[str, dict[int, float]] = {}
-    for (kind, rows), (_, count) in products.items():
-        found.setdefault(kind, {})[rows] = timings[kind, rows].median / count
+    for (kind, rows), calls in products.items():
+        found.setdefault(kind, {})[rows] = timings[kind, rows].median / calls.count
     return found
