@@ -178,7 +178,7 @@ def _progress_bar() -> Iterator[Callable[[str, int, int], None]]:
             if bar is None:  # not before whatever is wrong was said
                 bar = stack.enter_context(tqdm(total=total, file=sys.stderr, disable=None, leave=False, unit="run"))
             bar.set_description_str(strategy, refresh=False)
-            bar.update(done - bar.n)
+            bar.n = done
             bar.refresh()
 
         yield progress

@@ -205,8 +205,8 @@ class BenchmarkReport:
         size = f"{shortest}" if shortest == longest else f"{shortest} to {longest}"
         wrote = sorted({report.new_tokens for report in self.strategies})
         lines = [
-            f"{count} prompt{'s'[: count > 1]} of {size} tokens, {min(self.batch_size, count)} at a time, at most "
-            f"{self.max_new_tokens} new tokens each ({' or '.join(map(str, wrote))} in all); medians of "
+            f"{count} prompt{'s'[: count > 1]} of {size} token{'s'[: longest > 1]}, {min(self.batch_size, count)} at a "
+            f"time, at most {self.max_new_tokens} new tokens each ({' or '.join(map(str, wrote))} in all); medians of "
             f"{self.repetitions} run{'s'[: self.repetitions > 1]}",
             f"{self.dtype} weights{', prepared' if self.prepared else ''}, on {self.device}",
         ]
