@@ -88,6 +88,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         ["generate", "--help"],
         ["convert", "--help"],
         ["inspect", "--help"],
+        ["bench", "--help"],
+        ["bench", "--model", "m", "--early-exit"],
         ["generate", "--exit-layer", "0"],
     ],
 )

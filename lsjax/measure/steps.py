@@ -15,7 +15,7 @@ from jax import lax
 from lsjax.checks import check_depth, check_int, check_params
 from lsjax.decode.round import Draft, draft, run_round, verify
 from lsjax.decode.state import DecodeState, Plan, empty_stats, slack
-from lsjax.measure.bandwidth import read_bandwidth, step_bytes
+from lsjax.measure.bandwidth import cache_bytes, read_bandwidth, step_bytes
 from lsjax.measure.timing import Spread, Timings, time_in_turns
 from lsjax.model.projection import dot
 from lsjax.params import Model
@@ -344,8 +344,8 @@ def round_costs(
     layers, kinds = _layers(params), [kind for kind in one if kind != "head"]
     narrow, wide = (sum(one[kind][rows] for kind in kinds) for rows in widths)
     early = exit_layer * narrow
-    passes = (drafts + 1) * _cache_bytes(params, exit_layer, batch, length)
-    deep = _cache_bytes(params, layers, batch, length) - _cache_bytes(params, exit_layer, batch, length)
+    passes = (drafts + 1) * cache_bytes(params, exit_layer, batch * length)
+    deep = cache_bytes(params, layers, batch * length) - cache_bytes(params, exit_layer, batch * length)
     bound = drafts * (early + one["head"][widths[0]]) + early + (layers - exit_layer) * wide + one["head"][widths[1]]
     return RoundCosts(
         exit_layer=exit_layer,
@@ -363,9 +363,3 @@ def _product_seconds(timings: Timings, products: Mapping[tuple[str, int], Produc
     for (kind, rows), calls in products.items():
         found.setdefault(kind, {})[rows] = timings[kind, rows].median / calls.count
     return found
-
-
-def _cache_bytes(params: Model, num_layers: int, batch: int, length: int) -> int:
-    return step_bytes(params, num_layers=num_layers, positions=[length] * batch) - step_bytes(
-        params, num_layers=num_layers
-    )
