@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 from jax import lax
 
-
 _LEAST_ROWS = 4  # of 16-bit products on CPUs
 
 
