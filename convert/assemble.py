@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tqdm import tqdm
 
 from lsjax.config import LlamaConfig
 from lsjax.convert.cast import cast
@@ -34,6 +33,8 @@ def assemble(checkpoint: Checkpoint, dtype: Any = None, progress: bool | None = 
     leaves, problems = {}, []
     total = sum(step.tensor.num_bytes for step in steps)
     shown = None if progress is None else not progress
+    from tqdm import tqdm  # here, since decoding alone needs only JAX's own packages
+
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=shown, leave=False) as bar:
         for step in steps:
             array, overflows = _read(step, config, dtype)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from tqdm import tqdm
 
 from lsjax.config import LlamaConfig
 from lsjax.convert import flax, huggingface
@@ -82,6 +81,8 @@ def write_rewrite(rewrite: Rewrite, directory: Path, progress: bool | None = Non
     if free < rewrite.num_bytes:
         raise OSError(errno.ENOSPC, f"expected {rewrite.num_bytes:,} bytes of free space, got {free:,}")
     shown = None if progress is None else not progress
+    from tqdm import tqdm  # here, since decoding alone needs only JAX's own packages
+
     with tqdm(total=rewrite.num_bytes, unit="B", unit_scale=True, desc="Converting", disable=shown, leave=False) as bar:
         metadata = {"format": rewrite.target.format}
         overflowed = write_weights(directory, rewrite.shards, rewrite.target.weights, metadata, bar.update)

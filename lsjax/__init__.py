@@ -1,17 +1,51 @@
 """LayerSkip self-speculative decoding for JAX: a Llama drafts with its first layers and verifies with the rest."""
 
-from lsjax import measure
-from lsjax.config import LlamaConfig, RopeScaling
-from lsjax.convert.checkpoint import CheckpointError
-from lsjax.decode.generate import GenerateOutput, generate
-from lsjax.decode.prefill import prefill
-from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
-from lsjax.decode.state import DecodeState, Plan, Stats
-from lsjax.io import load, save
-from lsjax.params import Params, forward, init, tensor_parallel
-from lsjax.prepared import DecodeParams, prepare
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lsjax import measure
+    from lsjax.config import LlamaConfig, RopeScaling
+    from lsjax.convert.checkpoint import CheckpointError
+    from lsjax.decode.generate import GenerateOutput, generate
+    from lsjax.decode.prefill import prefill
+    from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
+    from lsjax.decode.state import DecodeState, Plan, Stats
+    from lsjax.io import load, save
+    from lsjax.params import Params, forward, init, tensor_parallel
+    from lsjax.prepared import DecodeParams, prepare
 
 __version__ = "0.1.0"
+
+# Where each public name lives. A module is imported when a name of it is first used (PEP 562), so that `import lsjax`
+# takes no time, and the command line only what a command needs.
+_HOMES = {
+    "CheckpointError": "lsjax.convert.checkpoint",
+    "DecodeParams": "lsjax.prepared",
+    "DecodeState": "lsjax.decode.state",
+    "Draft": "lsjax.decode.round",
+    "GenerateOutput": "lsjax.decode.generate",
+    "LlamaConfig": "lsjax.config",
+    "Params": "lsjax.params",
+    "Plan": "lsjax.decode.state",
+    "RopeScaling": "lsjax.config",
+    "Stats": "lsjax.decode.state",
+    "Verification": "lsjax.decode.round",
+    "decode_round": "lsjax.decode.round",
+    "draft": "lsjax.decode.round",
+    "forward": "lsjax.params",
+    "generate": "lsjax.decode.generate",
+    "init": "lsjax.params",
+    "load": "lsjax.io",
+    "prefill": "lsjax.decode.prefill",
+    "prepare": "lsjax.prepared",
+    "save": "lsjax.io",
+    "tensor_parallel": "lsjax.params",
+    "verify": "lsjax.decode.round",
+}
+_MODULES = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
 
 __all__ = [
     "CheckpointError",
@@ -38,3 +72,18 @@ __all__ = [
     "tensor_parallel",
     "verify",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+    elif name in _MODULES:
+        found = importlib.import_module(f"lsjax.{name}")
+    else:
+        raise AttributeError(f"module 'lsjax' has no attribute {name!r}")
+    globals()[name] = found  # from now on without this function
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})

@@ -70,13 +70,14 @@ def test_greedy_tokens_equal_torch_at_several_exits_alone_and_in_a_batch(params,
     prepared, options = lsjax.prepare(params), {"max_new_tokens": NEW, "eos_token_id": ()}
     (rows, widths), lengths = pad_rows(prompts), [len(prompt) for prompt in prompts]
     texts = []
-    for model, depth in ((params, None), (prepared, 4), (params, 10), (prepared, 24)):
-        out = np.asarray(lsjax.generate(model, rows, prompt_lengths=widths, exit_layer=depth, **options).tokens)
+    for model, depth, drafts in ((params, None, 0), (prepared, 4, 4), (params, 10, 4), (prepared, 24, 2)):
+        plan = {"exit_layer": depth, "num_speculations": drafts, "prompt_lengths": widths}
+        out = np.asarray(lsjax.generate(model, rows, **plan, **options).tokens)
         texts.append([row[: length + NEW].tolist() for row, length in zip(out, lengths, strict=True)])
-    for index, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts[::2]):
         depth, model = ((None, prepared), (10, params))[index % 2]
         alone = lsjax.generate(model, prompt, exit_layer=depth, **options).tokens
-        texts.append([alone.tolist() if at == index else text for at, text in enumerate(texts[0])])
+        texts.append([alone.tolist() if at == 2 * index else text for at, text in enumerate(texts[0])])
 
     parted = 0
     for prompt, length, versions in zip(prompts, lengths, zip(*texts, strict=True), strict=True):

@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from lsjax.cli.launch import keep_compiled_programs
 from lsjax.cli.parser import Parser, UsageError
 
 COMMANDS = {
@@ -25,13 +26,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status.
 
     Args:
-        argv: the arguments after the program's name; None: those of this process.
+        argv: the arguments after the program's name; None: those of this process, which then also keeps its compiled
+            programs (:mod:`lsjax.cli.launch`).
 
     Returns:
         0 for success, 1 where a comparison failed or an inspected checkpoint would not load, 2 for wrong usage (said in
-        one line on stderr), 130 after Ctrl-C, 141
-        where the reader of standard output has gone.
+        one line on stderr), 130 after Ctrl-C, 141 where the reader of standard output has gone.
     """
+    if argv is None:
+        keep_compiled_programs()
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = "lsjax"
     try:
