@@ -68,7 +68,7 @@ def keys(seed: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     return weights, jax.random.fold_in(weights, 2**32 - 1), jax.random.fold_in(weights, 2**32 - 2)
 
 
-def calibrate(wanted: dict[str, Any], base: lsjax.Params) -> dict[str, Any]:
+def calibrate(wanted: dict[str, Any], base: lsjax.Params, batch: int = BATCH) -> dict[str, Any]:
     """The entry of what is wanted: its scale, found with the model ``base`` whose scale is 1."""
     found = lsjax.measure.calibrate(
         base,
@@ -76,7 +76,7 @@ def calibrate(wanted: dict[str, Any], base: lsjax.Params) -> dict[str, Any]:
         acceptance=wanted["acceptance"],
         key=keys(wanted["seed"])[1],
         num_speculations=wanted["num_speculations"],
-        batch=BATCH,
+        batch=batch,
         prompt_length=PROMPT_LENGTH,
         max_new_tokens=NEW_TOKENS,
         tolerance=TOLERANCE,
@@ -84,9 +84,9 @@ def calibrate(wanted: dict[str, Any], base: lsjax.Params) -> dict[str, Any]:
     return {**wanted, "scale": found.scale, "found": found.found.to_dict()}
 
 
-def check(wanted: dict[str, Any], params: lsjax.Params) -> dict[str, Any]:
+def check(wanted: dict[str, Any], params: lsjax.Params, batch: int = BATCH) -> dict[str, Any]:
     """What generation from other prompts than those of the calibration shows."""
-    shape = (BATCH, PROMPT_LENGTH)
+    shape = (batch, PROMPT_LENGTH)
     prompts = jax.random.randint(keys(wanted["seed"])[2], shape, 0, params.config.vocab_size)
     return lsjax.measure.measure_acceptance(
         params,
@@ -115,6 +115,7 @@ def build(
     num_speculations: int = 4,
     seed: int = 0,
     dtype: str = "float32",
+    batch: int = BATCH,
 ) -> tuple[lsjax.Params, dict[str, Any]]:
     """A synthetic model on JAX's default device and its entry, which is found first where agreeing.json lacks it."""
     wanted = describe(shape, exit_layer, acceptance, num_speculations, seed, dtype)
@@ -122,7 +123,7 @@ def build(
     entry = find(wanted)
     if entry is None:
         base = lsjax.measure.agreeing_params(SHAPES[shape], scale=1, **options)
-        entry = calibrate(wanted, base)
+        entry = calibrate(wanted, base, batch)
         record(entry, wanted)
         return lsjax.measure.scale_deep_layers(base, exit_layer, entry["scale"]), entry
     return lsjax.measure.agreeing_params(SHAPES[shape], scale=entry["scale"], **options), entry
@@ -137,16 +138,24 @@ def main() -> None:
     parser.add_argument("--num-speculations", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=BATCH,
+        help=f"prompts, {NEW_TOKENS} new tokens each; more tell the rate more exactly",
+    )
     parser.add_argument("--out", type=Path, help="the checkpoint's directory")
     parser.add_argument("--check", action=argparse.BooleanOptionalAction, default=True)
     given = parser.parse_args()
     wanted = describe(given.shape, given.exit_layer, given.acceptance, given.num_speculations, given.seed, given.dtype)
 
     start = time.perf_counter()
-    params, entry = build(wanted["shape"], **{name: value for name, value in wanted.items() if name != "shape"})
+    params, entry = build(
+        wanted["shape"], **{name: value for name, value in wanted.items() if name != "shape"}, batch=given.batch
+    )
     wrong = []
     if given.check:
-        entry = {**entry, "checked": check(wanted, params)}
+        entry = {**entry, "checked": check(wanted, params, given.batch)}
         record(entry, wanted)
         wrong = problems(wanted, entry["checked"])
     if given.out and not wrong:

@@ -111,7 +111,7 @@ def test_flips_say_where_the_choice_changes(base):
 
 
 def test_checkpoints_are_transformers_and_say_what_they_are(base, found, tmp_path):
-    import torch
+    torch = pytest.importorskip("torch")
     import transformers
 
     params = scale_deep_layers(base, EXIT, found.scale)
