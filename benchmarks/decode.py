@@ -152,7 +152,7 @@ def _draw(runs: list[dict[str, Any]], options: Any) -> Figure:
             at = [labels.index((e["kind"], e["size"])) + 0.4 * offset - 0.2 for e in chosen]
             values = [e["tokens_per_second"]["median"] for e in chosen]
             bars = axes.bar(at, values, 0.38, color=color, label=system)
-            axes.bar_label(bars, [f"{value:.3g}" for value in values], fontsize=8)
+            axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values], fontsize=7)
         names = [f"{kind}\n{size} tokens" if kind == "prefill" else f"{kind}\nbatch {size}" for kind, size in labels]
         axes.set_xticks(range(len(labels)), names, fontsize=7)
         axes.set(
