@@ -30,7 +30,8 @@ class StrategyReport:
         bandwidth_utilization: ``round_bytes`` over the median ``round_seconds`` over the read bandwidth; None where
             one of them is.
         speed_up: tokens a second over the baseline's, each repetition against its neighbour.
-        compile_seconds: what the first run of ``generate`` on every batch took longer than later ones.
+        compile_seconds: what the first run of ``generate`` on every batch took longer than later ones; little, where
+            JAX finds the programs in its persistent cache (the command keeps one).
         memory_bytes: what the compiled ``generate`` holds for the largest batch, on each device: weights, cache and
             temporaries; None where XLA does not say.
         differences: prompts whose text is not the baseline's; None where it need not be.
