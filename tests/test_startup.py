@@ -1,5 +1,6 @@
 """What a start costs: which modules are imported, and which programs are compiled again."""
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from support import random_params
 
 import lsjax
 from lsjax.cli import launch
+from lsjax.text.tokenizer import load_tokenizer
 
 HEAVY = (
     "jax",
@@ -45,6 +47,32 @@ def test_nothing_heavy_is_imported_before_it_is_used():
     assert any("commands:" in line for line in found)
     assert found[-2] == "[]"
     assert found[-1] == "['flax', 'jax', 'numpy']"
+
+
+def test_headers_are_read_and_converted_without_jax(tmp_path):
+    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    lsjax.save(random_params(model_config(), 0), old)
+    commands = [["inspect", old], ["convert", old, new, "--to", "hf", "--dtype", "bfloat16"]]
+    found = python(
+        "-c",
+        "import sys, lsjax.cli\n"
+        f"for arguments in {commands}:\n"
+        "    assert lsjax.cli.main(arguments) == 0\n"
+        "    print(sorted({'jax', 'flax', 'optax', 'transformers', 'huggingface_hub', 'torch'} & set(sys.modules)))",
+    ).stdout.splitlines()
+    assert [line for line in found if line.startswith("[")] == ["[]", "[]"]
+    assert lsjax.load(new).dtype == "bfloat16"
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("torch"), reason="looks at whether torch is imported")
+def test_a_tokenizer_of_one_file_imports_no_torch(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    found = python(
+        "-c",
+        "import sys; from lsjax.text.tokenizer import load_tokenizer\n"
+        f"print(load_tokenizer({str(tmp_path)!r})('ab')['input_ids'], 'torch' in sys.modules)",
+    ).stdout
+    assert found == f"{load_tokenizer(tmp_path)('ab')['input_ids']} False\n"
 
 
 def test_every_public_name_is_there():
