@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from lsjax.config import LlamaConfig
 from lsjax.convert.cast import cast
-from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError
+from lsjax.convert.checkpoint import Checkpoint, CheckpointError
 from lsjax.convert.names import to_flax_layout
 from lsjax.convert.plan import Step, checked_plan
 from lsjax.params import Params, unflatten
@@ -39,7 +38,7 @@ def assemble(checkpoint: Checkpoint, dtype: Any = None, progress: bool | None = 
         for step in steps:
             array, overflows = _read(step, config, dtype)
             if overflows:
-                problems.append(out_of_range(step, array.dtype))
+                problems.append(step.out_of_range(array.dtype))
             leaves[step.path] = jax.device_put(array)
             del array  # before the next one is read
             bar.update(step.tensor.num_bytes)
@@ -48,32 +47,9 @@ def assemble(checkpoint: Checkpoint, dtype: Any = None, progress: bool | None = 
     return Params(config, unflatten(leaves))
 
 
-def out_of_range(step: Step, dtype: np.dtype) -> str:
-    """The problem of a tensor that a dtype cannot hold."""
-    return f"out of range: {step.tensor.name} in {step.tensor.where} holds numbers beyond the range of {dtype}"
-
-
 def _read(step: Step, config: LlamaConfig, dtype: Any) -> tuple[np.ndarray, bool]:
     """One tensor in Flax's layout, and whether a finite number of it became infinite."""
     stored = step.tensor.read()
     # Without x64 JAX would warn of a float64 array and round it.
     target = jax.dtypes.canonicalize_dtype(stored.dtype if dtype is None else dtype)
     return cast(to_flax_layout(step.transform, stored, config), target)
-
-
-def check_dtype(dtype: Any) -> np.dtype | None:
-    """``dtype`` as one that weights can be loaded in, or None.
-
-    Raises:
-        ValueError: not a floating dtype of 16 bits or more, or one that JAX is not set to hold.
-    """
-    if dtype is None:
-        return None
-    try:
-        found = jnp.dtype(dtype)
-    except TypeError:
-        found = None
-    if found not in DTYPES.values() or jax.dtypes.canonicalize_dtype(found) != found:
-        names = "bfloat16, float16 or float32 (float64 with jax_enable_x64)"
-        raise ValueError(f"dtype: expected {names}, got {dtype!r}")
-    return found

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
 from lsjax.config import LlamaConfig
@@ -15,7 +14,9 @@ from lsjax.convert.huggingface import with_config
 from lsjax.convert.names import FLAX, Target, source_shape
 from lsjax.convert.shards import list_tensors
 from lsjax.convert.writer import SHARD_BYTES, Output, split, write_json, write_weights
-from lsjax.params import Params, flatten
+
+if TYPE_CHECKING:
+    from lsjax.params import Params
 
 WEIGHTS = "params.safetensors"  # or the shards that an index of this name places
 TARGET = Target(FLAX, WEIGHTS, "flax")
@@ -32,6 +33,8 @@ def write(params: Params, directory: Path, shard_bytes: int = SHARD_BYTES, targe
     More than ``shard_bytes`` of weights become several files and an index; a shard holds at least one array. Names and
     layouts are those of ``target``, Flax's own or another format's.
     """
+    from lsjax.params import flatten  # here, since headers are read without JAX
+
     write_config(params.config, params.dtype, directory)
     outputs = []
     for path, leaf in flatten(params.tree).items():
@@ -42,7 +45,7 @@ def write(params: Params, directory: Path, shard_bytes: int = SHARD_BYTES, targe
 
 
 def _fetch(leaf: Any, transpose: bool) -> np.ndarray:
-    array = np.asarray(jax.device_get(leaf))
+    array = np.asarray(leaf)
     return array.T if transpose else array
 
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from lsjax.config import LlamaConfig, RopeScaling
 from lsjax.convert.checkpoint import Listing
-from lsjax.model.rope import inverse_frequencies
 
 FACTORS = "rope_freqs.weight"
 SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
@@ -112,6 +111,8 @@ def _longrope(short: tuple[float, ...], long: tuple[float, ...], original: Any, 
 
 def _llama3(factors: tuple[float, ...], config: LlamaConfig) -> RopeScaling | None:
     """The parameters of Llama 3.1's formula that give these factors, to rounding; None: it does not give them."""
+    from lsjax.model.rope import inverse_frequencies  # here, since other headers are read without JAX
+
     plain = inverse_frequencies(config)
     for factor, length in itertools.product(dict.fromkeys((max(factors), *_LLAMA3_FACTORS)), _LLAMA3_LENGTHS):
         if not 1 <= factor < 1e15:

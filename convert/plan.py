@@ -10,7 +10,7 @@ import numpy as np
 from lsjax.config import LlamaConfig
 from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError, Stored
 from lsjax.convert.names import Transform, source_shape
-from lsjax.params import abstract_tree, flatten
+from lsjax.model.shapes import parameter_shapes
 
 _SKELETON_LAYERS = 200  # a skeleton deeper than this is only built for a checkpoint that could fill it
 
@@ -22,6 +22,10 @@ class Step:
     tensor: Stored
     path: str
     transform: Transform
+
+    def out_of_range(self, dtype: np.dtype) -> str:
+        """The problem of a tensor that a dtype cannot hold."""
+        return f"out of range: {self.tensor.name} in {self.tensor.where} holds numbers beyond the range of {dtype}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +58,7 @@ def make_plan(checkpoint: Checkpoint) -> Plan:
     if config.num_hidden_layers > max(_SKELETON_LAYERS, len(listing.tensors) + len(listing.lost)):
         few = f"{config.num_hidden_layers} layers in the configuration, {len(listing.tensors)} tensors in the files"
         return Plan(problems=(*listing.problems, few))
-    skeleton = flatten(abstract_tree(config))
+    skeleton = parameter_shapes(config)
     steps: dict[str, Step] = {}
     tied = None
     ignored: list[Stored] = []
@@ -65,15 +69,15 @@ def make_plan(checkpoint: Checkpoint) -> Plan:
             continue
         path, transform = checkpoint.table.to_flax(tensor.name) or ("", "keep")
         is_tied_head = path == "lm_head/kernel" and config.tie_word_embeddings
-        like = skeleton.get("embed_tokens/embedding" if is_tied_head else path)
-        if like is None:
+        shape = skeleton.get("embed_tokens/embedding" if is_tied_head else path)
+        if shape is None:
             problems.append(f"unexpected: {tensor.name} {list(tensor.shape)} in {tensor.where}")
             continue
         first = tied if is_tied_head else steps[path].tensor if path in steps else None
         if first is not None:
             problems.append(f"twice: {tensor.name} in {tensor.where} and {first.name} in {first.where}")
             continue
-        expected = source_shape("keep" if is_tied_head else transform, like.shape)
+        expected = source_shape("keep" if is_tied_head else transform, shape)
         if tensor.shape != expected:
             problems.append(
                 f"wrong shape: {tensor.name} in {tensor.where}: expected {list(expected)}, got {list(tensor.shape)}"
@@ -88,7 +92,7 @@ def make_plan(checkpoint: Checkpoint) -> Plan:
     for path in sorted(skeleton.keys() - steps.keys(), key=_natural):
         name, transform = checkpoint.table.from_flax(path)
         if name not in listing.lost:
-            problems.append(f"missing: {name} {list(source_shape(transform, skeleton[path].shape))}")
+            problems.append(f"missing: {name} {list(source_shape(transform, skeleton[path]))}")
     return Plan(tuple(steps.values()), tied, tuple(ignored), tuple(problems))
 
 

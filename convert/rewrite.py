@@ -15,7 +15,6 @@ import numpy as np
 
 from lsjax.config import LlamaConfig
 from lsjax.convert import flax, huggingface
-from lsjax.convert.assemble import out_of_range
 from lsjax.convert.checkpoint import DTYPES, Checkpoint, CheckpointError
 from lsjax.convert.names import Target, Transform, source_shape, to_flax_layout
 from lsjax.convert.plan import Step, checked_plan
@@ -87,7 +86,7 @@ def write_rewrite(rewrite: Rewrite, directory: Path, progress: bool | None = Non
         metadata = {"format": rewrite.target.format}
         overflowed = write_weights(directory, rewrite.shards, rewrite.target.weights, metadata, bar.update)
     if overflowed and rewrite.dtype is not None:
-        problems = [out_of_range(rewrite.steps[name], rewrite.dtype) for name in overflowed]
+        problems = [rewrite.steps[name].out_of_range(rewrite.dtype) for name in overflowed]
         raise CheckpointError(rewrite.checkpoint.where, problems)
 
 

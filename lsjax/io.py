@@ -6,13 +6,10 @@ import dataclasses
 import os
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-
-from lsjax.checks import check_int, is_traced
 from lsjax.convert import flax, inspection
-from lsjax.convert.assemble import assemble, check_dtype
+from lsjax.convert.cast import check_dtype
 from lsjax.convert.checkpoint import CheckpointError
 from lsjax.convert.directory import check_target, replacing
 from lsjax.convert.formats import open_checkpoint
@@ -20,8 +17,11 @@ from lsjax.convert.huggingface import VOCABULARY_FILES
 from lsjax.convert.inspection import Inspection
 from lsjax.convert.rewrite import TARGETS, copy_files, plan_rewrite, write_configs, write_rewrite
 from lsjax.convert.writer import SHARD_BYTES, written_files
-from lsjax.params import Params
 from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES, locate
+
+# JAX is imported where weights become arrays of its own: inspecting and converting do without.
+if TYPE_CHECKING:
+    from lsjax.params import Params
 
 
 def load(
@@ -66,6 +66,8 @@ def load(
     path = locate(source, revision=revision, progress=progress, files=WEIGHT_FILES)
     if source == "demo" and dtype is None:
         dtype = check_dtype("float32")  # the hub's copy is bfloat16
+    from lsjax.convert.assemble import assemble
+
     return assemble(open_checkpoint(path), dtype, progress)
 
 
@@ -86,6 +88,11 @@ def save(params: Params, directory: str | os.PathLike[str], *, to: Literal["flax
         OSError: the directory cannot be written; what was there is there still.
         ValueError: the parameters are abstract; an unknown ``to``.
     """
+    import jax
+
+    from lsjax.checks import is_traced
+    from lsjax.params import Params
+
     _check_format(to)
     if not isinstance(params, Params):
         raise ValueError(f"params: expected lsjax.Params, got {type(params).__name__}")
@@ -166,7 +173,10 @@ def convert(
         >>> lsjax.io.convert("facebook/layerskip-llama3.2-1B", "layerskip-1b", dtype="bfloat16")
     """
     _check_format(to)
-    shard_bytes = check_int("shard_bytes", shard_bytes, 1)
+    if type(shard_bytes) is not int or shard_bytes < 1:
+        from lsjax.checks import check_int
+
+        shard_bytes = check_int("shard_bytes", shard_bytes, 1)
     dtype = check_dtype(dtype)
     target = Path(destination).expanduser().resolve()
     path = locate(source, revision=revision, progress=progress, files=(*WEIGHT_FILES, *TOKENIZER_FILES))

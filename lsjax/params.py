@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from lsjax.checks import check_depth, check_params, check_tokens
 from lsjax.config import LlamaConfig
 from lsjax.model.cache import LayerCache, init_cache
 from lsjax.model.llama import Llama
+from lsjax.model.shapes import parameter_shapes
 
 
 class Model:
@@ -153,19 +153,10 @@ def _init_leaf(key: jax.Array, spread: float, name: str, like: jax.ShapeDtypeStr
     return (spread * jax.random.normal(key, like.shape)).astype(like.dtype)
 
 
-@functools.lru_cache(maxsize=32)
-def _one_layer_tree(config: LlamaConfig, dtype: jnp.dtype) -> dict[str, Any]:
-    model, tokens = Llama(config, dtype), jnp.zeros((1, 1), jnp.int32)
-    return jax.eval_shape(lambda key: model.init(key, tokens)["params"], jax.random.key(0))
-
-
 def abstract_tree(config: LlamaConfig, dtype: Any = jnp.float32) -> dict[str, Any]:
     """The names, shapes and dtypes that a parameter tree must have, as ``jax.ShapeDtypeStruct``."""
-    # All layers are alike, and tracing hundreds of them takes a minute.
-    tree = dict(_one_layer_tree(dataclasses.replace(config, num_hidden_layers=1), jnp.dtype(dtype)))
-    layer = tree.pop("layers_0")
-    tree |= {f"layers_{n}": layer for n in range(config.num_hidden_layers)}
-    return jax.tree.map(lambda leaf: leaf, tree)
+    shapes = parameter_shapes(config)
+    return unflatten({path: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for path, shape in shapes.items()})
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from support import random_params
 import lsjax.cli
 import lsjax.io
 from lsjax.cli import comparison, generate, session
-from lsjax.convert.assemble import check_dtype
+from lsjax.convert.cast import check_dtype
 from lsjax.decode import generate as decoding
 from lsjax.decode import request
 from lsjax.measure.timing import time_in_turns

@@ -13,8 +13,9 @@ from support import LLAMA3_ROPE, NumpyLlama, frequencies, random_params, transfo
 import lsjax
 from lsjax.measure.parity import compare_logits
 from lsjax.measure.reference import Reference
+from lsjax.model.llama import Llama
 from lsjax.model.rope import inverse_frequencies, rotate, rotation
-from lsjax.params import flatten
+from lsjax.params import abstract_tree, flatten
 
 CONFIG = lsjax.LlamaConfig(
     vocab_size=199,
@@ -253,10 +254,28 @@ def test_bfloat16_weights_give_float32_logits_near_the_float32_ones(params):
 
 
 def test_the_plain_module_reads_the_same_tree(params):
-    from lsjax.model.llama import Llama
-
     found: Any = Llama(CONFIG).apply({"params": params.tree}, jnp.asarray(TOKENS))
     np.testing.assert_allclose(found[0], lsjax.forward(params, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("biases", [(False, False), (True, False), (False, True)])
+def test_shapes_are_those_that_the_module_makes(tied, biases):
+    config = lsjax.LlamaConfig(
+        vocab_size=30,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=tied,
+        attention_bias=biases[0],
+        mlp_bias=biases[1],
+    )
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    made: Any = jax.eval_shape(lambda key: Llama(config, jnp.dtype(jnp.float16)).init(key, tokens), jax.random.key(0))
+    assert abstract_tree(config, "float16") == made["params"]
 
 
 def test_init_follows_the_configuration_and_the_key():

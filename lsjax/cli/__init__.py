@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
-import importlib.metadata
 import os
 import sys
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from lsjax.cli.launch import keep_compiled_programs
+from lsjax.cli.launch import KeptPrograms, keep_compiled_programs
 from lsjax.cli.parser import Parser, UsageError
 
 COMMANDS = {
@@ -33,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success, 1 where a comparison failed or an inspected checkpoint would not load, 2 for wrong usage (said in
         one line on stderr), 130 after Ctrl-C, 141 where the reader of standard output has gone.
     """
-    if argv is None:
-        keep_compiled_programs()
+    kept = keep_compiled_programs() if argv is None else None
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = "lsjax"
     try:
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         program = f"lsjax {arguments[0]}"
         command = importlib.import_module(f"lsjax.cli.{arguments[0]}")
         with warnings.catch_warnings():
-            warnings.showwarning = lambda message, *_, **__: print(f"{program}: warning: {message}", file=sys.stderr)
+            warnings.showwarning = functools.partial(_show_warning, program, kept)
             return command.main(arguments[1:])
     except UsageError as error:
         print(f"{program}: error: {error}", file=sys.stderr)
@@ -53,9 +53,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough; what is left must not raise at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    finally:
+        if kept is not None:
+            kept.drop_oldest()
+
+
+def _show_warning(program: str, kept: KeptPrograms | None, message: Warning | str, *_: Any, **__: Any) -> None:
+    if kept is None or not kept.take_warning(program, str(message)):
+        print(f"{program}: warning: {message}", file=sys.stderr)
 
 
 def _parser() -> Parser:
+    import importlib.metadata  # slow for what most calls do not ask
+
     width = max(map(len, COMMANDS))
     parser = Parser(
         prog="lsjax",

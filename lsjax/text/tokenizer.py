@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lsjax.convert.checkpoint import CheckpointError
-from lsjax.convert.files import is_there, trouble
+from lsjax.convert.files import is_there, read_json, trouble
 from lsjax.convert.huggingface import VOCABULARY_FILES
 from lsjax.sources import TOKENIZER_FILES, locate
 from lsjax.text.gguf_vocabulary import read_tokenizer
 
 if TYPE_CHECKING:  # importing transformers takes seconds
     from transformers import PreTrainedTokenizerFast
+
+_PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")  # transformers 4's and 5's names of one class
 
 
 def load_tokenizer(
@@ -43,9 +46,14 @@ def load_tokenizer(
     problems = [problem for name in TOKENIZER_FILES if is_there(path / name) and (problem := trouble(path / name))]
     if problems:
         raise CheckpointError(path, problems)
-    from transformers import AutoTokenizer
-
+    is_plain = _is_plain(path)
     try:
+        if is_plain:  # AutoTokenizer would come to the same, and import torch for it where that is installed
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(path)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)  # None would ask on the terminal
     except ImportError:  # a package that this tokenizer needs, by name
         raise
@@ -55,3 +63,12 @@ def load_tokenizer(
         raise CheckpointError(
             path, [f"transformers cannot read its tokenizer: {type(error).__name__}: {error}"]
         ) from error
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether a directory names the class that takes all from ``tokenizer.json``, as those of Llama 3 do."""
+    try:
+        entries = read_json(path / "tokenizer_config.json")
+    except CheckpointError:  # absent, or for transformers to judge
+        return False
+    return entries.get("tokenizer_class") in _PLAIN and "auto_map" not in entries and is_there(path / "tokenizer.json")
