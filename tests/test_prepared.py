@@ -1,6 +1,7 @@
 """Prepared weights: the same model in the form that decoding reads fastest."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +61,34 @@ def test_16_bit_products_accumulate_in_float32(rows, transposed):
     narrow = dot(x, held, transposed=transposed)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("width", [64, 1024])
+def test_products_of_any_number_of_rows(dtype, width):
+    rng = np.random.default_rng(width)
+    weight = jnp.asarray(rng.normal(size=(24, width)), dtype)
+    for count in (1, 2, 4, 5, 9, 16, 17, 33):
+        x = jnp.asarray(rng.normal(size=(count, width)), dtype)
+        expected = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+        found = jax.jit(lambda x: dot(x, weight, transposed=True, dtype=jnp.float32))(x)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-4, err_msg=f"{count} rows")
+
+
+def test_few_rows_are_the_second_operand_of_a_wide_product():
+    """XLA would swap the operands back, and then arranges all of the weight anew at each product."""
+
+    def program(rows: int, width: int) -> str:
+        def product(x, weight):
+            return jax.nn.silu(dot(x, weight, transposed=True))
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, width), (640, width))]
+        return jax.jit(product).lower(*shapes).compile().as_text()
+
+    for rows, filled in ((2, 2), (4, 4), (5, 8), (11, 16), (20, 20)):
+        assert re.search(rf"f32\[640,{filled}\]\S* dot\(", program(rows, 1024)), rows
+    for rows, width in ((5, 64), (1, 1024), (100, 1024)):
+        assert re.search(rf"f32\[(?:{rows},)?640\]\S* dot\(", program(rows, width)), (rows, width)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -12,6 +12,9 @@ from flax.linen.dtypes import promote_dtype
 from jax import lax
 
 _LEAST_ROWS = 4  # of 16-bit products on CPUs
+_FEW_ROWS = 32  # up to which CPUs multiply a wide weight by the rows faster than the rows by the weight
+_FEW_ROWS_16 = 16  # the same for 16 bits and any width
+_WIDE = 768
 
 
 class Projection(nn.Module):
@@ -44,10 +47,14 @@ class Projection(nn.Module):
 def dot(x: jax.Array, weight: jax.Array, *, transposed: bool, dtype: Any = None) -> jax.Array:
     """``[..., in]`` times ``[in, *features]`` or, transposed, ``[*features, in]``, to ``[..., *features]``.
 
-    Float16 and bfloat16 on CPUs: for one row, and for results in 16 bits, XLA would multiply a float32 copy of the
+    On CPUs the form matters. All are matrices: of more axes XLA may make one by a transposed copy. A few rows times a
+    large weight are made as the weight times their transpose: XLA's matrix product arranges its second operand anew
+    before it begins, which costs more than the product where that is the weight.
+
+    Float16 and bfloat16 there: for one row, and for results in 16 bits, XLA would multiply a float32 copy of the
     whole weight, made outside the loop and held throughout it; it reads the weight as it is only for two rows or more
     and results in float32, and fastest for four. So fewer rows are filled up with zeros there, at the cost of reading
-    the weight once. And both are matrices: of more axes XLA may make one by a transposed copy.
+    the weight once.
 
     Args:
         x: the input.
@@ -58,13 +65,34 @@ def dot(x: jax.Array, weight: jax.Array, *, transposed: bool, dtype: Any = None)
     width, features = x.shape[-1], weight.shape[:-1] if transposed else weight.shape[1:]
     rows = x.reshape(-1, width)
     matrix = weight.reshape((-1, width) if transposed else (width, -1))
-    narrow = weight.dtype.itemsize == 2 and on_cpu()
-    count = rows.shape[0]
-    if narrow and count < _LEAST_ROWS:
-        rows = jnp.pad(rows, ((0, _LEAST_ROWS - count), (0, 0)))
-    dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
-    out = lax.dot_general(rows, matrix, dimensions, preferred_element_type=jnp.float32 if narrow else dtype)
+    count, cpu = rows.shape[0], on_cpu()
+    narrow = cpu and weight.dtype.itemsize == 2
+    weight_first = cpu and transposed and _weight_first(count, width, narrow)
+    if (filled := _fill(count, narrow, weight_first)) > count:
+        rows = jnp.pad(rows, ((0, filled - count), (0, 0)))
+    accumulation = jnp.float32 if narrow else dtype
+    if weight_first:
+        out = lax.dot_general(matrix, rows, (((1,), (1,)), ((), ())), preferred_element_type=accumulation)
+        out = lax.optimization_barrier(out).T  # or XLA swaps the operands to save the transposition
+    else:
+        dimensions = (((1,), (1 if transposed else 0,)), ((), ()))
+        out = lax.dot_general(rows, matrix, dimensions, preferred_element_type=accumulation)
     return out[:count].reshape(*x.shape[:-1], *features).astype(x.dtype if dtype is None else dtype)
+
+
+def _weight_first(count: int, width: int, narrow: bool) -> bool:
+    if narrow and count <= _FEW_ROWS_16:
+        return True
+    return 1 < count <= _FEW_ROWS and width >= _WIDE
+
+
+def _fill(count: int, narrow: bool, weight_first: bool) -> int:
+    """How many rows are multiplied for ``count`` on CPUs: those that take less time than ``count`` do."""
+    if narrow:
+        return max(count, _LEAST_ROWS)
+    if weight_first and 4 < count < 16:
+        return 8 if count <= 8 else 16
+    return count
 
 
 def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
