@@ -42,6 +42,9 @@ def prepare(params: Params | DecodeParams, *, donate: bool = False) -> DecodePar
         donate: deletes each array of ``params`` that is replaced as soon as its replacement is made, so that no more
             than one layer's weights exist twice. ``params`` cannot be used after.
 
+    Raises:
+        ValueError: ``donate`` inside a ``jit``.
+
     Example:
         >>> prepared = lsjax.prepare(params)
         >>> out = lsjax.generate(prepared, tokens, exit_layer=4)
@@ -49,6 +52,8 @@ def prepare(params: Params | DecodeParams, *, donate: bool = False) -> DecodePar
     check_params(params)
     if isinstance(params, DecodeParams):
         return params
+    if donate and is_traced(params):
+        raise ValueError("donate: expected False inside jit, where XLA decides what lives on, got True")
     # CPUs read [out, in] as fast for one position, and up to twice as fast for the several that a check reads.
     transposed = _platform(params.tree["embed_tokens"]["embedding"]) == "cpu"
     tree: dict[str, Any] = {}

@@ -36,6 +36,10 @@ class Case:
     texts: np.ndarray
     margins: np.ndarray
 
+    @functools.cached_property
+    def prepared(self) -> lsjax.DecodeParams:
+        return lsjax.prepare(self.params)
+
     def expected(self, row: int, limit: int, eos: tuple[int, ...], pad: int) -> tuple[np.ndarray, int]:
         """The row that generate must return with this limit and these EOS ids, and its length."""
         start = self.lengths[row]

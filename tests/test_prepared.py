@@ -47,6 +47,15 @@ def test_donated_weights_are_deleted_and_shared_ones_are_not():
     np.testing.assert_allclose(lsjax.forward(prepared, TOKENS), expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
 
 
+def test_weights_are_prepared_inside_a_caller_s_jit():
+    params = random_params(CONFIG, 5)
+    run = jax.jit(lambda params, tokens: lsjax.forward(lsjax.prepare(params), tokens))
+    expected = lsjax.forward(params, TOKENS)
+    np.testing.assert_allclose(run(params, TOKENS), expected, rtol=1e-4, atol=1e-4 * float(expected.std()))
+    with pytest.raises(ValueError, match=r"donate: expected False inside jit"):
+        jax.jit(lambda params: lsjax.prepare(params, donate=True))(params)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 5])
 @pytest.mark.parametrize("transposed", [True, False])
 def test_16_bit_products_accumulate_in_float32(rows, transposed):

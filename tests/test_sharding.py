@@ -67,6 +67,17 @@ def test_tokens_are_those_of_one_device(data, mesh, layout):
         assert found.tokens.sharding.is_equivalent_to(prompts.sharding, 2)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_prepared_weights_follow_and_write_the_same(data, mesh, layout):
+    params, prompts = place(data, mesh, layout)
+    prepared = lsjax.prepare(params)
+    weight = prepared.tree["layers_0"]["mlp"]["gate_up_proj"]["weight"]
+    local = (2, CONFIG.intermediate_size // (2 if layout == "tensor" else 1), CONFIG.hidden_size)
+    assert weight.sharding.shard_shape(weight.shape) == local
+    found = generate(prepared, prompts, data.lengths, 2)
+    np.testing.assert_array_equal(found.tokens, on_one_device(2).tokens)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "exit_layer"), [("data", 2), ("tensor", None)])
 def test_tokens_are_those_of_one_device_in_the_caller_s_jit(data, mesh, layout, exit_layer):
