@@ -92,7 +92,7 @@ def test_few_rows_are_the_second_operand_of_a_wide_product():
             return jax.nn.silu(dot(x, weight, transposed=True))
 
         shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((rows, width), (640, width))]
-        return jax.jit(product).lower(*shapes).compile().as_text()
+        return str(jax.jit(product).lower(*shapes).compile().as_text())
 
     for rows, filled in ((2, 2), (4, 4), (5, 8), (11, 16), (20, 20)):
         assert re.search(rf"f32\[640,{filled}\]\S* dot\(", program(rows, 1024)), rows
