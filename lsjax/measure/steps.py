@@ -144,7 +144,7 @@ def verification(
         state = carry.state
         rows, width = state.tokens.shape[0], num_speculations
         early = state.cache[:exit_layer]
-        drafted = Draft(jnp.zeros((rows, width), jnp.int32), state.draft_counts, carry.hidden, early, exit_layer)
+        drafted = Draft(jnp.zeros((rows, width), jnp.int32), state.draft_counts, None, carry.hidden, early, exit_layer)
         found = verify(params, state, drafted)
         hidden = carry.hidden + 1e-6 * found.targets[..., None].astype(carry.hidden.dtype)
         return Carry(_advance(state, early + found.cache), hidden.astype(carry.hidden.dtype))
