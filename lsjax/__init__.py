@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lsjax.decode.generate import GenerateOutput, generate
     from lsjax.decode.prefill import prefill
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
+    from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
@@ -31,6 +32,7 @@ _HOMES = {
     "Params": "lsjax.params",
     "Plan": "lsjax.decode.state",
     "RopeScaling": "lsjax.config",
+    "ScoreOutput": "lsjax.decode.score",
     "Stats": "lsjax.decode.state",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
@@ -42,6 +44,7 @@ _HOMES = {
     "prefill": "lsjax.decode.prefill",
     "prepare": "lsjax.prepared",
     "save": "lsjax.io",
+    "score": "lsjax.decode.score",
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
@@ -57,6 +60,7 @@ __all__ = [
     "Params",
     "Plan",
     "RopeScaling",
+    "ScoreOutput",
     "Stats",
     "Verification",
     "decode_round",
@@ -69,6 +73,7 @@ __all__ = [
     "prefill",
     "prepare",
     "save",
+    "score",
     "tensor_parallel",
     "verify",
 ]

@@ -42,11 +42,12 @@ def _check_mesh(name: str, tree: Any) -> None:
             )
 
 
-def check_int(name: str, value: Any, least: int) -> int:
-    """``value`` as a Python int of at least ``least``."""
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """``value`` as a Python int of at least ``least``, and at most ``most`` where that is given."""
     found = _static_int(name, value)
-    if found is None or found < least:
-        raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")
+    if found is None or found < least or (most is not None and found > most):
+        wanted = f"of at least {least}" if most is None else f"in {least}..{most}"
+        raise ValueError(f"{name}: expected an int {wanted}, got {value!r}")
     return found
 
 
