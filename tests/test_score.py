@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import CONFIG
+from oracle import CONFIG as FOUR_LAYERS
 from support import NumpyLlama, compiled_programs, random_params, temporaries_of
 
 import lsjax
 from lsjax.decode.score import POSITION_CHUNK, VOCAB_CHUNK, _score, _Sizes, _Texts
 from lsjax.model.projection import dot
 
+CONFIG = dataclasses.replace(FOUR_LAYERS, num_hidden_layers=2)
 VOCAB, WIDTH = CONFIG.vocab_size, 21
 LENGTHS = np.array([21, 2, 9, 14])
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (4, WIDTH))
@@ -66,8 +67,8 @@ def test_log_probs_are_the_log_softmax_of_the_logits(models, name):
 
 
 def test_depth(params):
-    found = lsjax.score(params, TOKENS, num_layers=2)
-    expected = of_tokens(log_softmax(NumpyLlama(params).logits(TOKENS, 2)), lengths=np.full(4, WIDTH))
+    found = lsjax.score(params, TOKENS, num_layers=1)
+    expected = of_tokens(log_softmax(NumpyLlama(params).logits(TOKENS, 1)), lengths=np.full(4, WIDTH))
     np.testing.assert_allclose(found.log_probs, expected, atol=1e-4)
 
 
@@ -86,7 +87,7 @@ def test_blocks_of_any_size_are_the_same(params, chunks):
     found = lsjax.score(params, TOKENS, prompt_lengths=LENGTHS, top_n=5, **sizes)
     np.testing.assert_array_equal(found.top_tokens, expected.top_tokens)
     np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=1e-5)
-    np.testing.assert_allclose(found.top_log_probs, expected.top_log_probs, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found.top_log_probs), np.asarray(expected.top_log_probs), atol=1e-5)
 
 
 def test_rows_are_what_they_are_alone(params):
@@ -96,8 +97,10 @@ def test_rows_are_what_they_are_alone(params):
         assert alone.log_probs.shape == (length,)
         assert alone.perplexity.shape == ()
         np.testing.assert_allclose(batch.log_probs[row, :length], alone.log_probs, atol=1e-5)
-        np.testing.assert_array_equal(batch.top_tokens[row, :length], alone.top_tokens)
-        np.testing.assert_allclose(batch.top_log_probs[row, :length], alone.top_log_probs, atol=1e-5)
+        np.testing.assert_array_equal(np.asarray(batch.top_tokens)[row, :length], alone.top_tokens)
+        np.testing.assert_allclose(
+            np.asarray(batch.top_log_probs)[row, :length], np.asarray(alone.top_log_probs), atol=1e-5
+        )
         np.testing.assert_allclose(batch.perplexity[row], alone.perplexity, rtol=1e-4)
 
 
@@ -152,16 +155,16 @@ def test_the_first_of_equals_comes_first(tying, top_n):
     assert len(np.unique(logits)) < 20
     order = np.argsort(-logits[:, :-1], axis=-1, kind="stable")[..., :top_n]
     found = lsjax.score(tying, tokens, top_n=top_n, vocab_chunk=24, position_chunk=10)
-    np.testing.assert_array_equal(found.top_tokens[:, 1:], order)
+    np.testing.assert_array_equal(np.asarray(found.top_tokens)[:, 1:], order)
     expected = np.take_along_axis(log_softmax(logits)[:, :-1], order, axis=-1)
-    np.testing.assert_allclose(found.top_log_probs[:, 1:], expected, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(found.top_log_probs)[:, 1:], expected, atol=1e-5)
 
 
 def test_what_generate_writes_is_the_most_probable(params):
-    out = lsjax.generate(params, TOKENS[0, :8], exit_layer=2, max_new_tokens=12, eos_token_id=())
+    out = lsjax.generate(params, TOKENS[0, :8], exit_layer=1, max_new_tokens=12, eos_token_id=())
     found = lsjax.score(params, out.tokens, top_n=1)
-    np.testing.assert_array_equal(found.top_tokens[8:, 0], out.tokens[8:])
-    np.testing.assert_array_equal(found.top_log_probs[8:, 0], found.log_probs[8:])
+    np.testing.assert_array_equal(np.asarray(found.top_tokens)[8:, 0], out.tokens[8:])
+    np.testing.assert_array_equal(np.asarray(found.top_log_probs)[8:, 0], found.log_probs[8:])
 
 
 def test_jit_and_vmap_over_texts_lengths_and_params(params):
@@ -316,8 +319,7 @@ def test_bfloat16_weights(models):
         found = lsjax.score(halved, TOKENS, prompt_lengths=LENGTHS, **CHUNKS)
         assert found.log_probs.dtype == jnp.float32
         difference = np.abs(np.asarray(found.log_probs) - expected)
-        print(difference.mean(), difference.max(), expected.std())
-        assert difference.max() < 0.5
+        assert difference.max() < 0.02 * expected.std()
 
 
 def test_the_program_lowers_for_cuda():
@@ -331,7 +333,7 @@ REFUSED = [
     ({"top_n": 0}, r"top_n: expected an int in 1\.\.251, got 0"),
     ({"top_n": 252}, r"top_n: expected an int in 1\.\.251, got 252"),
     ({"top_n": 1.5}, r"top_n: expected an int in 1\.\.251, got 1\.5"),
-    ({"num_layers": 5}, r"num_layers: expected a layer in 1\.\.4, got 5"),
+    ({"num_layers": 5}, r"num_layers: expected a layer in 1\.\.2, got 5"),
     ({"position_chunk": 0}, "position_chunk: expected an int of at least 1, got 0"),
     ({"vocab_chunk": -1}, "vocab_chunk: expected an int of at least 1, got -1"),
     ({"capacity": 20}, "capacity: expected at least 21 tokens"),
@@ -353,8 +355,8 @@ def test_a_text_of_one_token_is_refused(params):
             lsjax.score(params, tokens)
 
 
-def test_counts_of_work(params):
-    """Every layer runs once, whatever the blocks, and on one position less than the text has."""
+def test_a_layer_runs_once_and_those_past_the_exit_never(params):
+    """Whatever the blocks, and on one position less than the text has."""
     runs = collections.Counter()
 
     def count(next_method, args, kwargs, context):
@@ -363,6 +365,6 @@ def test_counts_of_work(params):
         return next_method(*args, **kwargs)
 
     with nn.intercept_methods(count):
-        jax.jit(lambda tokens: lsjax.score(params, tokens, num_layers=3, **CHUNKS))(TOKENS)
+        jax.jit(lambda tokens: lsjax.score(params, tokens, num_layers=1, **CHUNKS))(TOKENS)
         jax.effects_barrier()
-    assert runs == {(f"layers_{layer}", WIDTH - 1): 1 for layer in range(3)}
+    assert runs == {("layers_0", WIDTH - 1): 1}
