@@ -106,7 +106,7 @@ def test_biases_are_those_of_transformers():
     pytest.importorskip("torch")
     from transformers import SequenceBiasLogitsProcessor as Theirs
 
-    biases = {(0,): -2.5, (7,): 3.0, (VOCAB - 1,): -float("inf")}
+    biases: Any = {(0,): -2.5, (7,): 3.0, (VOCAB - 1,): -float("inf")}
     expected = transformers_outcome(lambda _: Theirs(biases))
     ids, values = [key[0] for key in biases], list(biases.values())
     assert_changed_to(outcome(ready.LogitBias(ids, values)), expected)
@@ -314,6 +314,19 @@ def test_no_intermediate_is_larger_than_the_logits():
         assert temporaries_of(compiled) < 2 * 4 * batch * (vocab + slots)
 
 
+def test_rows_on_two_devices_stay_where_they_are():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows"))
+    arguments = jax.device_put((compose(every_kind()).to_rows(BATCH), *data()), rows)
+    text = str(run.lower(*arguments).compile().as_text())
+    assert "HloModule" in text
+    for collective in ("all-gather", "all-reduce", "all-to-all", "collective-permute"):
+        assert collective not in text
+    found = run(*arguments)
+    assert found.sharding.is_equivalent_to(rows, 2)
+    np.testing.assert_allclose(found, outcome(every_kind()), rtol=1e-6)
+
+
 def test_a_row_without_any_token_left_is_minus_infinity():
     found = outcome([ready.ForbiddenIds(range(VOCAB)), ready.RepetitionPenalty(2.0), ready.FrequencyPenalty(1.0, 0)])
     assert np.isneginf(found).all()
@@ -419,7 +432,7 @@ def test_an_error_within_a_function_names_it(function, error):
 
 
 def test_traced_values_pass_and_their_shapes_are_checked():
-    logits, tokens, lengths = data()
+    logits, tokens, lengths = map(jnp.asarray, data())
 
     @jax.jit
     def penalized(penalty):

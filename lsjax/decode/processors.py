@@ -194,7 +194,7 @@ class MinNewTokens(_Builtin):
 class Processors(flax.struct.PyTreeNode):
     """Processors one after the other, as one; :func:`compose` makes it.
 
-    A pytree that may go through ``jit``: the values of its members are leaves, plain functions are static.
+    A pytree, to be an argument of a jitted function: the values of its members are leaves, plain functions are static.
 
     Attributes:
         members: what is applied, first to last; none changes nothing.
@@ -418,7 +418,7 @@ def _bound(member: Any, field: str) -> Any:
     if value is None:
         raise ValueError(
             f"{type(member).__name__}.{field}: expected a value, got None, which stands for that of a run: "
-            f"give one, or bind() them"
+            "give it, or bind() it"
         )
     return value
 
