@@ -12,7 +12,8 @@ import pytest
 from support import compiled_programs, temporaries_of
 
 from lsjax import processors as ready
-from lsjax.decode.processors import Processors, check_processors, compose
+from lsjax.decode.processor_checks import check_processors
+from lsjax.decode.processors import Processors, compose
 
 BATCH, SLOTS, VOCAB = 6, 24, 13  # so few ids that every row repeats some
 LENGTHS = np.array([1, 2, 5, 12, 23, 24], np.int32)
@@ -182,13 +183,14 @@ def test_presence_and_frequency_count_what_was_generated(penalty, prompts):
     np.testing.assert_allclose(found, logits - column * counts, atol=3e-6)
 
 
+class Mine(flax.struct.PyTreeNode):
+    prompt_lengths: Any = None
+
+    def __call__(self, logits, tokens, lengths):
+        return logits + (lengths - self.prompt_lengths)[:, None]
+
+
 def test_what_a_run_gives_is_bound_where_it_was_left_out():
-    class Mine(flax.struct.PyTreeNode):
-        prompt_lengths: Any = None
-
-        def __call__(self, logits, tokens, lengths):
-            return logits + (lengths - self.prompt_lengths)[:, None]
-
     eos = np.array([[2, 9]] * BATCH)
     given = [
         ready.PresencePenalty(0.5),
@@ -205,6 +207,8 @@ def test_what_a_run_gives_is_bound_where_it_was_left_out():
         ready.ForbiddenIds([0]),
     ]
     np.testing.assert_array_equal(outcome(compose(given).bind(PROMPTS, eos)), outcome(expected))
+    checked = check_processors(given, batch=BATCH, slots=SLOTS, vocab_size=VOCAB)
+    np.testing.assert_array_equal(outcome(checked.bind(PROMPTS, eos)), outcome(expected))
     for index, field in [(0, r"PresencePenalty\.prompt_lengths"), (2, r"MinNewTokens\.prompt_lengths")]:
         with pytest.raises(ValueError, match=field + ": expected a value, got None, .* bind"):
             outcome(given[index])
@@ -362,6 +366,8 @@ BAD_VALUES = [
     (ready.RepetitionPenalty(1e-300), "expected finite numbers above 0, got 0.0"),
     (ready.RepetitionPenalty([1.0, 1.0, 1.0, -2.0, 1.0, 1.0]), "expected finite numbers above 0, got -2.0"),
     (ready.RepetitionPenalty([1.0, 2.0]), r"expected the shape \[\] or \[6\], one for each row, got \[2\]"),
+    (ready.RepetitionPenalty(None), r"RepetitionPenalty\.penalty: expected numbers, got NoneType"),
+    (ready.LogitBias(None, [1.0]), r"LogitBias\.ids: expected integers, got NoneType"),
     (ready.RepetitionPenalty("high"), r"RepetitionPenalty\.penalty: expected numbers, got str"),
     (ready.PresencePenalty(NAN), r"PresencePenalty\.penalty: expected finite numbers, got nan"),
     (ready.FrequencyPenalty(INF), r"FrequencyPenalty\.penalty: expected finite numbers, got inf"),
@@ -438,6 +444,12 @@ def test_traced_values_pass_and_their_shapes_are_checked():
     def penalized(penalty):
         return check(ready.RepetitionPenalty(penalty), ready.LogitBias([1], penalty[:1]))(logits, tokens, lengths)
 
+    @jax.jit
+    def biased(ids):
+        return check(ready.LogitBias(ids, [0.5, 1.0, 2.0]))(logits, tokens, lengths)
+
+    ids = np.array([3, -1, 12])
+    np.testing.assert_array_equal(biased(ids), outcome(ready.LogitBias(ids, [0.5, 1.0, 2.0])))
     expected = outcome([ready.RepetitionPenalty(PER_ROW), ready.LogitBias([1], PER_ROW[:1])])
     np.testing.assert_allclose(penalized(PER_ROW), expected, rtol=1e-6)
     with pytest.raises(ValueError, match=r"expected the shape \[\] or \[6\], one for each row, got \[5\]"):

@@ -27,32 +27,31 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsjax.checks import as_array, check_int, is_traced
-from lsjax.decode.prompts import bucket
 from lsjax.decode.stopping import NO_TOKEN
 
 Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+SIGNATURE = "a function of (logits, tokens, lengths)"
+_OF_THE_RUN = ("prompt_lengths", "eos_token_id")  # fields that may be None: Processors.bind sets them
 
-_LEAST_IDS = 4  # the smallest bucket of lists of ids
 
-
-class _Kind(NamedTuple):
+class Kind(NamedTuple):
     """What a leaf holds: its dtype, and its rank where it is the same for every row."""
 
     dtype: type[np.generic]
     rank: int
 
 
-_NUMBER, _COUNT = _Kind(np.float32, 0), _Kind(np.int32, 0)
-_BIASES, _IDS = _Kind(np.float32, 1), _Kind(np.int32, 1)
+NUMBER, COUNT = Kind(np.float32, 0), Kind(np.int32, 0)
+BIASES, IDS = Kind(np.float32, 1), Kind(np.int32, 1)
 
 
-class _Builtin(flax.struct.PyTreeNode):
+class Builtin(flax.struct.PyTreeNode):
     """A processor of this module, which says what its leaves are."""
 
-    KINDS: ClassVar[dict[str, _Kind]] = {}
+    KINDS: ClassVar[dict[str, Kind]] = {}
 
 
-class RepetitionPenalty(_Builtin):
+class RepetitionPenalty(Builtin):
     """Divides the positive logits of tokens in the text so far by a penalty, and multiplies the negative ones.
 
     The prompt counts, as in transformers. CTRL, arXiv 1909.05858, section 4.1, in the form that transformers gave it.
@@ -62,7 +61,7 @@ class RepetitionPenalty(_Builtin):
     """
 
     penalty: Any
-    KINDS: ClassVar = {"penalty": _NUMBER}
+    KINDS: ClassVar = {"penalty": NUMBER}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
@@ -71,7 +70,7 @@ class RepetitionPenalty(_Builtin):
         return jnp.where(_counts(tokens, lengths, 0, logits.shape[1]) > 0, changed, logits)
 
 
-class PresencePenalty(_Builtin):
+class PresencePenalty(Builtin):
     """Takes a penalty off the logit of each token that the row has generated, however often (OpenAI's definition).
 
     Only generated tokens count, not the prompt's, as with OpenAI and vLLM. With ``prompt_lengths=0`` the prompt counts.
@@ -84,7 +83,7 @@ class PresencePenalty(_Builtin):
 
     penalty: Any
     prompt_lengths: Any = None
-    KINDS: ClassVar = {"penalty": _NUMBER, "prompt_lengths": _COUNT}
+    KINDS: ClassVar = {"penalty": NUMBER, "prompt_lengths": COUNT}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
@@ -92,7 +91,7 @@ class PresencePenalty(_Builtin):
         return jnp.where(generated > 0, logits - _per_row(self.penalty, jnp.float32), logits)
 
 
-class FrequencyPenalty(_Builtin):
+class FrequencyPenalty(Builtin):
     """Takes a penalty off a token's logit once for each time that the row has generated it (OpenAI's definition).
 
     Only generated tokens count, as for :class:`PresencePenalty`, of which this has the attributes.
@@ -100,7 +99,7 @@ class FrequencyPenalty(_Builtin):
 
     penalty: Any
     prompt_lengths: Any = None
-    KINDS: ClassVar = {"penalty": _NUMBER, "prompt_lengths": _COUNT}
+    KINDS: ClassVar = {"penalty": NUMBER, "prompt_lengths": COUNT}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
@@ -108,7 +107,7 @@ class FrequencyPenalty(_Builtin):
         return logits - generated.astype(jnp.float32) * _per_row(self.penalty, jnp.float32)
 
 
-class NoRepeatNgram(_Builtin):
+class NoRepeatNgram(Builtin):
     """Forbids each token that would repeat a sequence of ``size`` tokens of the text so far, prompt included.
 
     Attributes:
@@ -132,7 +131,7 @@ class NoRepeatNgram(_Builtin):
         return _forbid(logits, jnp.where(repeats, followers, NO_TOKEN))
 
 
-class LogitBias(_Builtin):
+class LogitBias(Builtin):
     """Adds to the logits of some tokens; what is given for the same token twice adds up.
 
     Attributes:
@@ -142,7 +141,7 @@ class LogitBias(_Builtin):
 
     ids: Any
     values: Any
-    KINDS: ClassVar = {"ids": _IDS, "values": _BIASES}
+    KINDS: ClassVar = {"ids": IDS, "values": BIASES}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
@@ -154,7 +153,7 @@ class LogitBias(_Builtin):
         return jax.vmap(add)(logits, _targets(self.ids, logits), values)
 
 
-class ForbiddenIds(_Builtin):
+class ForbiddenIds(Builtin):
     """Forbids some tokens.
 
     Attributes:
@@ -162,14 +161,14 @@ class ForbiddenIds(_Builtin):
     """
 
     ids: Any
-    KINDS: ClassVar = {"ids": _IDS}
+    KINDS: ClassVar = {"ids": IDS}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
         return _forbid(logits, self.ids)
 
 
-class MinNewTokens(_Builtin):
+class MinNewTokens(Builtin):
     """Forbids the tokens that end a row until it has so many new ones.
 
     Attributes:
@@ -182,7 +181,7 @@ class MinNewTokens(_Builtin):
     count: Any
     eos_token_id: Any = None
     prompt_lengths: Any = None
-    KINDS: ClassVar = {"count": _COUNT, "eos_token_id": _IDS, "prompt_lengths": _COUNT}
+    KINDS: ClassVar = {"count": COUNT, "eos_token_id": IDS, "prompt_lengths": COUNT}
 
     def __call__(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
         """float32 ``[batch, vocab]``."""
@@ -217,7 +216,7 @@ class Processors(flax.struct.PyTreeNode):
             prompt_lengths: int32 ``[batch]``.
             eos_token_id: int32 ``[batch, count]``, filled up with -1.
         """
-        run = {"prompt_lengths": prompt_lengths, "eos_token_id": eos_token_id}
+        run = dict(zip(_OF_THE_RUN, (prompt_lengths, eos_token_id), strict=True))
 
         def bound(member: Any) -> Any:
             if not isinstance(member, flax.struct.PyTreeNode):
@@ -232,13 +231,13 @@ class Processors(flax.struct.PyTreeNode):
         Arrays in pytrees of the caller's own stay as they are.
         """
 
-        def rows(name: str, value: Any, kind: _Kind) -> Any:
+        def rows(name: str, value: Any, kind: Kind) -> Any:
             if np.ndim(value) > kind.rank:
                 return value
             xp: Any = jnp if isinstance(value, jax.Array) else np
             return xp.broadcast_to(value, (batch, *np.shape(value)))
 
-        return Processors(tuple(_map_values(rows, member) for member in self.members))
+        return Processors(tuple(map_values(rows, member) for member in self.members))
 
 
 def compose(processors: Processor | Iterable[Processor]) -> Processors:
@@ -270,74 +269,41 @@ def compose(processors: Processor | Iterable[Processor]) -> Processors:
     return Processors(tuple(members))
 
 
-def check_processors(
-    processors: Processor | Iterable[Processor], *, batch: int, slots: int, vocab_size: int
-) -> Processors:
-    """:func:`compose` with every concrete value checked, before anything is compiled.
-
-    Lists of ids are filled up to few sizes, so that another number of ids rarely compiles anew.
-
-    Args:
-        processors: one or several.
-        batch: rows of a batch.
-        slots: the width of ``tokens``.
-        vocab_size: ids are below it.
-
-    Raises:
-        TypeError: one that is no function of ``(logits, tokens, lengths)``.
-        ValueError: a value out of range or of another shape than ``batch`` allows, or a function that returns another
-            shape or dtype than it was given; says what was expected and what came.
-    """
-    composed = compose(processors)
-    members = []
-    for index, member in enumerate(composed.members):
-        if isinstance(member, _Builtin):
-            _check_builtin(member, batch, vocab_size)
-            member = _map_values(_fill_up, member)
-        else:
-            _check_own(f"processors[{index}]", member, batch, slots, vocab_size)
-        members.append(member)
-    return Processors(tuple(members))
-
-
 def _member(name: str, given: Any) -> Any:
     """One processor as a pytree whose leaves are arrays."""
     if isinstance(given, type):
-        raise TypeError(f"{name}: expected {_SIGNATURE}, got the class {given.__name__}, not one made of it")
+        raise TypeError(f"{name}: expected {SIGNATURE}, got the class {given.__name__}, not one made of it")
     if not callable(given):
-        raise TypeError(f"{name}: expected {_SIGNATURE}, got {given!r}")
+        raise TypeError(f"{name}: expected {SIGNATURE}, got {given!r}")
     if isinstance(given, NoRepeatNgram):
         return given.replace(size=check_int("NoRepeatNgram.size", given.size, 1))
-    if isinstance(given, _Builtin):
-        return _map_values(_as_leaf, given)
+    if isinstance(given, Builtin):
+        return map_values(_as_leaf, given)
     if not jax.tree_util.all_leaves([given]):
         return given
     try:
         hash(given)
     except TypeError:
         raise TypeError(
-            f"{name}: expected {_SIGNATURE} that is hashable, since programs depend on it, or a pytree; "
+            f"{name}: expected {SIGNATURE} that is hashable, since programs depend on it, or a pytree; "
             f"got {type(given).__name__}"
         ) from None
     return jax.tree_util.Partial(given)
 
 
-_SIGNATURE = "a function of (logits, tokens, lengths)"
-
-
-def _map_values(function: Callable[[str, Any, _Kind], Any], member: Any) -> Any:
+def map_values(function: Callable[[str, Any, Kind], Any], member: Any) -> Any:
     """A ready processor with ``function(name, value, kind)`` of each value that is given; others as they are."""
-    if not isinstance(member, _Builtin):
+    if not isinstance(member, Builtin):
         return member
     found = {}
     for field, kind in member.KINDS.items():
         value = getattr(member, field)
-        if value is not None:
+        if value is not None or field not in _OF_THE_RUN:
             found[field] = function(f"{type(member).__name__}.{field}", value, kind)
     return member.replace(**found)
 
 
-def _as_leaf(name: str, value: Any, kind: _Kind) -> Any:
+def _as_leaf(name: str, value: Any, kind: Kind) -> Any:
     """An array of the kind's dtype, NumPy's where it is concrete."""
     real = kind.dtype is np.float32
     array = as_array(name, value, "iuf" if real else "iu", "numbers" if real else "integers")
@@ -348,69 +314,6 @@ def _as_leaf(name: str, value: Any, kind: _Kind) -> Any:
     with np.errstate(over="ignore"):  # to inf, which is refused
         array = array.astype(kind.dtype)
     return array[None] if kind.rank == 1 and array.ndim == 0 else array
-
-
-def _fill_up(name: str, value: Any, kind: _Kind) -> Any:
-    """A list as wide as one of few sizes, filled up with ids that are none and with biases of 0."""
-    if is_traced(value) or kind.rank == 0:
-        return value
-    missing = bucket(value.shape[-1], _LEAST_IDS) - value.shape[-1]
-    widths = [(0, 0)] * (value.ndim - 1) + [(0, missing)]
-    return np.pad(value, widths, constant_values=NO_TOKEN if kind is _IDS else 0)
-
-
-def _check_builtin(member: _Builtin, batch: int, vocab_size: int) -> None:
-    def check(name: str, value: Any, kind: _Kind) -> Any:
-        shape = value.shape
-        if len(shape) not in (kind.rank, kind.rank + 1) or (len(shape) > kind.rank and shape[0] != batch):
-            one, rows = ("[n]", f"[{batch}, n]") if kind.rank else ("[]", f"[{batch}]")
-            raise ValueError(f"{name}: expected the shape {one} or {rows}, one for each row, got {list(shape)}")
-        if not is_traced(value):
-            _check_range(name, member, value, kind, vocab_size)
-        return value
-
-    _map_values(check, member)
-    if isinstance(member, LogitBias) and member.ids.shape[-1] != member.values.shape[-1]:
-        raise ValueError(
-            f"LogitBias.values: expected one for each of the {member.ids.shape[-1]} ids, got {member.values.shape[-1]}"
-        )
-    if isinstance(member, ForbiddenIds) and not is_traced(member.ids):
-        for ids in np.atleast_2d(member.ids):
-            if len(np.unique(ids[ids >= 0])) == vocab_size:
-                raise ValueError(f"ForbiddenIds.ids: expected to leave some of the {vocab_size} ids, got all of them")
-
-
-def _check_range(name: str, member: _Builtin, value: np.ndarray, kind: _Kind, vocab_size: int) -> None:
-    if kind is _IDS:
-        bad, expected = (value < NO_TOKEN) | (value >= vocab_size), f"ids in 0..{vocab_size - 1} (-1: none)"
-    elif kind is _COUNT:
-        bad, expected = value < 0, "at least 0"
-    elif kind is _BIASES:
-        bad, expected = np.isnan(value) | np.isposinf(value), "finite numbers or -inf"
-    else:
-        bad, expected = ~np.isfinite(value), "finite numbers"
-        if isinstance(member, RepetitionPenalty):
-            bad, expected = bad | (value <= 0), "finite numbers above 0"
-    if bad.any():
-        raise ValueError(f"{name}: expected {expected}, got {value[bad].flat[0]}")
-
-
-def _check_own(name: str, member: Any, batch: int, slots: int, vocab_size: int) -> None:
-    """A processor of the caller's own, by what it returns for abstract arguments."""
-    logits = jax.ShapeDtypeStruct((batch, vocab_size), jnp.float32)
-    tokens, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((batch, slots), (batch,)))
-    try:
-        found: Any = jax.eval_shape(_call, member, logits, tokens, lengths)
-    except Exception as error:
-        error.add_note(f"{name}: expected {_SIGNATURE} that can be traced, this is the error that {member!r} gave")
-        raise
-    if not isinstance(found, jax.ShapeDtypeStruct) or (found.shape, found.dtype) != (logits.shape, logits.dtype):
-        what = f"{found.dtype} {list(found.shape)}" if isinstance(found, jax.ShapeDtypeStruct) else f"{found!r}"
-        raise ValueError(f"{name}: expected it to return float32 {list(logits.shape)}, got {what} of {member!r}")
-
-
-def _call(member: Any, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> Any:
-    return member(logits, tokens, lengths)  # one function for all, so that eval_shape remembers what it traced
 
 
 def _bound(member: Any, field: str) -> Any:
