@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from lsjax import measure
     from lsjax.config import LlamaConfig, RopeScaling
     from lsjax.convert.checkpoint import CheckpointError
+    from lsjax.decode import processors
     from lsjax.decode.generate import GenerateOutput, generate
     from lsjax.decode.prefill import prefill
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
@@ -48,7 +49,8 @@ _HOMES = {
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
-_MODULES = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
+_ROOMS = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
+_MODULES = {room: f"lsjax.{room}" for room in _ROOMS} | {"processors": "lsjax.decode.processors"}
 
 __all__ = [
     "CheckpointError",
@@ -72,6 +74,7 @@ __all__ = [
     "measure",
     "prefill",
     "prepare",
+    "processors",
     "save",
     "score",
     "tensor_parallel",
@@ -83,7 +86,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
-        found = importlib.import_module(f"lsjax.{name}")
+        found = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'lsjax' has no attribute {name!r}")
     globals()[name] = found  # from now on without this function

@@ -69,7 +69,7 @@ def _static_int(name: str, value: Any) -> int | None:
         return None
 
 
-def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
+def as_array(name: str, value: Any, kinds: str = "iu", expected: str = "integers") -> Any:
     """A number, list or array as a NumPy array, or as a traced one; its dtype's kind is one of ``kinds``."""
     if is_traced(value):
         array = jnp.asarray(value)
@@ -83,7 +83,7 @@ def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
             ) from None
     if array.dtype.kind not in kinds and array.size:
         what = type(value).__name__ if array.dtype.kind in "OUSV" else str(array.dtype)
-        raise ValueError(f"{name}: expected integers, got {what}")
+        raise ValueError(f"{name}: expected {expected}, got {what}")
     return array
 
 
