@@ -9,9 +9,11 @@ if TYPE_CHECKING:
     from lsjax import measure
     from lsjax.config import LlamaConfig, RopeScaling
     from lsjax.convert.checkpoint import CheckpointError
+    from lsjax.decode import processors
     from lsjax.decode.generate import GenerateOutput, generate
     from lsjax.decode.prefill import prefill
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
+    from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
@@ -31,6 +33,7 @@ _HOMES = {
     "Params": "lsjax.params",
     "Plan": "lsjax.decode.state",
     "RopeScaling": "lsjax.config",
+    "ScoreOutput": "lsjax.decode.score",
     "Stats": "lsjax.decode.state",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
@@ -42,10 +45,12 @@ _HOMES = {
     "prefill": "lsjax.decode.prefill",
     "prepare": "lsjax.prepared",
     "save": "lsjax.io",
+    "score": "lsjax.decode.score",
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
-_MODULES = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
+_ROOMS = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
+_MODULES = {room: f"lsjax.{room}" for room in _ROOMS} | {"processors": "lsjax.decode.processors"}
 
 __all__ = [
     "CheckpointError",
@@ -57,6 +62,7 @@ __all__ = [
     "Params",
     "Plan",
     "RopeScaling",
+    "ScoreOutput",
     "Stats",
     "Verification",
     "decode_round",
@@ -68,7 +74,9 @@ __all__ = [
     "measure",
     "prefill",
     "prepare",
+    "processors",
     "save",
+    "score",
     "tensor_parallel",
     "verify",
 ]
@@ -78,7 +86,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         found = getattr(importlib.import_module(_HOMES[name]), name)
     elif name in _MODULES:
-        found = importlib.import_module(f"lsjax.{name}")
+        found = importlib.import_module(_MODULES[name])
     else:
         raise AttributeError(f"module 'lsjax' has no attribute {name!r}")
     globals()[name] = found  # from now on without this function

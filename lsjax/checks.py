@@ -42,11 +42,12 @@ def _check_mesh(name: str, tree: Any) -> None:
             )
 
 
-def check_int(name: str, value: Any, least: int) -> int:
-    """``value`` as a Python int of at least ``least``."""
+def check_int(name: str, value: Any, least: int, most: int | None = None) -> int:
+    """``value`` as a Python int of at least ``least``, and at most ``most`` where that is given."""
     found = _static_int(name, value)
-    if found is None or found < least:
-        raise ValueError(f"{name}: expected an int of at least {least}, got {value!r}")
+    if found is None or found < least or (most is not None and found > most):
+        wanted = f"of at least {least}" if most is None else f"in {least}..{most}"
+        raise ValueError(f"{name}: expected an int {wanted}, got {value!r}")
     return found
 
 
@@ -68,7 +69,7 @@ def _static_int(name: str, value: Any) -> int | None:
         return None
 
 
-def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
+def as_array(name: str, value: Any, kinds: str = "iu", expected: str = "integers") -> Any:
     """A number, list or array as a NumPy array, or as a traced one; its dtype's kind is one of ``kinds``."""
     if is_traced(value):
         array = jnp.asarray(value)
@@ -82,7 +83,7 @@ def as_array(name: str, value: Any, kinds: str = "iu") -> Any:
             ) from None
     if array.dtype.kind not in kinds and array.size:
         what = type(value).__name__ if array.dtype.kind in "OUSV" else str(array.dtype)
-        raise ValueError(f"{name}: expected integers, got {what}")
+        raise ValueError(f"{name}: expected {expected}, got {what}")
     return array
 
 

@@ -48,9 +48,9 @@ class Model:
         """Layers ``[lo, hi)`` over cached positions; see :meth:`lsjax.model.llama.Llama.run_layers`."""
         return self.apply(hidden, cache, start, method="run_layers", **kwargs)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """The final norm and head over any layer's output: float32 ``[..., vocab]``."""
-        return self.apply(hidden, method="logits")
+    def logits(self, hidden: jax.Array, first: jax.Array | int = 0, count: int | None = None) -> jax.Array:
+        """The final norm and head over any layer's output: float32 ``[..., vocab]`` (or ``count`` from ``first``)."""
+        return self.apply(hidden, first, count, method="logits")
 
     def init_cache(self, batch: int, slots: int, num_layers: int) -> tuple[LayerCache, ...]:
         """Empty caches for the first ``num_layers`` layers, in the weights' dtype."""

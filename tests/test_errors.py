@@ -79,13 +79,13 @@ TOKEN_ERRORS = [
 
 @pytest.mark.parametrize(("tokens", "message"), TOKEN_ERRORS)
 def test_tokens_are_refused_by_every_entry(params, tokens, message):
-    for function in (lsjax.generate, lsjax.prefill, lsjax.forward):
+    for function in (lsjax.generate, lsjax.prefill, lsjax.forward, lsjax.score):
         with pytest.raises(ValueError, match=message):
             function(params, tokens)
 
 
 def test_a_bare_tree_is_refused_by_every_entry(params):
-    for function in (lsjax.generate, lsjax.prefill, lsjax.forward):
+    for function in (lsjax.generate, lsjax.prefill, lsjax.forward, lsjax.score):
         with pytest.raises(TypeError, match=r"params: expected lsjax\.Params, .* got dict"):
             function(params.tree, TOKENS)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsjax.checks import as_array, check_vocabulary, is_traced, read_tokens
 from lsjax.config import LlamaConfig
@@ -20,11 +22,13 @@ class Prompts(NamedTuple):
         tokens: int32 ``[batch, width]``, each row from the left.
         lengths: int32 ``[batch]``.
         single: whether the caller gave one row without a batch axis.
+        starts: int32 ``[batch]``, the caller's column where each row began; 0 for all.
     """
 
     tokens: Any
     lengths: Any
     single: bool
+    starts: Any = 0
 
     @property
     def width(self) -> int:
@@ -58,13 +62,16 @@ def read_prompts(
         raise ValueError("give prompt_lengths or attention_mask, not both")
     rows, single = read_tokens(tokens)
     batch, width = rows.shape
+    if width < least:
+        raise ValueError(f"tokens: expected at least {least} tokens a row, got {width}")
     lengths: Any = np.full(batch, width)
+    starts: Any = np.zeros(batch, np.int32)
     if attention_mask is not None:
         mask = as_array("attention_mask", attention_mask, kinds="biuf")
         mask = mask[None] if single and mask.ndim == 1 else mask
         if mask.shape != rows.shape:
             raise ValueError(f"attention_mask: expected the shape of tokens {rows.shape}, got {mask.shape}")
-        rows, lengths = _align(rows, mask)
+        rows, lengths, starts = _align(rows, mask)
     elif prompt_lengths is not None:
         lengths = as_array("prompt_lengths", prompt_lengths)
         lengths = lengths[None] if single and lengths.ndim == 0 else lengths
@@ -76,7 +83,7 @@ def read_prompts(
         raise ValueError(f"prompt lengths: expected {least}..{width} tokens a row, got {what} in row {row}")
     # Padding may hold any id (-100, say), so it is not checked.
     rows = check_vocabulary(rows, config, np.arange(width) < lengths[:, None])
-    return Prompts(rows, lengths.astype(np.int32), single)
+    return Prompts(rows, lengths.astype(np.int32), single, starts.astype(np.int32))
 
 
 def bucket(size: int, least: int) -> int:
@@ -97,8 +104,18 @@ def to_bucket(tokens: Any, most: int | None = None) -> Any:
     return np.pad(tokens, ((0, 0), (0, max(width - tokens.shape[1], 0))))
 
 
-def _align(rows: Any, mask: Any) -> tuple[Any, Any]:
-    """Moves each row's tokens to the left end; a mask must be one unbroken run of ones."""
+def place_like(rows: Any, tokens: Any) -> Any:
+    """Arrays ``[batch, ...]`` on the devices that the caller's ``tokens`` ``[batch, length]`` lie on, row by row."""
+    sharding = getattr(tokens, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or tokens.ndim < 2:
+        return rows
+    given: Any = sharding.mesh
+    mesh = Mesh(given.devices, given.axis_names)  # automatic axes
+    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*sharding.spec[:1])))
+
+
+def _align(rows: Any, mask: Any) -> tuple[Any, Any, Any]:
+    """Moves each row's tokens to the left end, from where they start; a mask must be one unbroken run of ones."""
     xp: Any = jnp if is_traced(rows, mask) else np
     ones = mask != 0
     lengths, first = ones.sum(axis=1), ones.argmax(axis=1)
@@ -113,4 +130,4 @@ def _align(rows: Any, mask: Any) -> tuple[Any, Any]:
                 f"{mask[bad][0].tolist()} in row {int(bad.argmax())}"
             )
     shifted = xp.minimum(column + first[:, None], rows.shape[1] - 1)
-    return xp.take_along_axis(rows, shifted, axis=1), lengths
+    return xp.take_along_axis(rows, shifted, axis=1), lengths, first

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsjax.checks import check_depth, check_int, is_traced
 from lsjax.config import LlamaConfig, token_ids
-from lsjax.decode.prompts import Prompts, bucket, to_bucket
+from lsjax.decode.prompts import Prompts, bucket, place_like, to_bucket
 from lsjax.decode.sampling import Sampling
 from lsjax.decode.state import Plan
 from lsjax.decode.stopping import eos_array
@@ -48,13 +46,7 @@ class Request(NamedTuple):
 
     def place_like(self, tokens: Any) -> Request:
         """The same on the devices that the caller's ``tokens`` ``[batch, length]`` lie on, row by row."""
-        sharding = getattr(tokens, "sharding", None)
-        if not isinstance(sharding, NamedSharding) or tokens.ndim < 2:
-            return self
-        given: Any = sharding.mesh
-        mesh = Mesh(given.devices, given.axis_names)  # automatic axes
-        rows = PartitionSpec(*sharding.spec[:1])
-        return jax.device_put(self, NamedSharding(mesh, rows))
+        return place_like(self, tokens)
 
 
 def make_request(
@@ -112,7 +104,7 @@ def choose_capacity(config: LlamaConfig, prompts: Prompts, new: int, eager: bool
         raise ValueError(
             f"tokens: rows that may come to {prompts.shortest + new} and to {needed} tokens (prompt, padding and new "
             f"ones) lie on both sides of longrope's original_max_position_embeddings={boundary}, where the rotation "
-            f"changes: generate them apart, or give capacity= (above {boundary}: the long factors for every row)"
+            f"changes: take them apart, or give capacity= (above {boundary}: the long factors for every row)"
         )
     return min(held, boundary)
 

@@ -48,13 +48,12 @@ class Verification(flax.struct.PyTreeNode):
     """What the full model says to a draft.
 
     Attributes:
-        targets: int32 ``[batch, K + 1]``, its own next token after each of the positions n - 1 to n - 1 + K; None where
-            tokens are drawn.
-        logits: float32 ``[batch, K + 1, vocab]``, of which they are drawn; None where decoding is greedy.
+        targets: int32 ``[batch, K + 1]``, its own most probable token after each of the positions n - 1 to n - 1 + K.
+        logits: float32 ``[batch, K + 1, vocab]``, of which tokens are drawn; None where decoding is greedy.
         cache: the deep layers' caches with these positions written.
     """
 
-    targets: jax.Array | None
+    targets: jax.Array
     logits: jax.Array | None
     cache: tuple[LayerCache, ...]
 
@@ -129,9 +128,7 @@ def verify(params: Model, state: DecodeState, drafted: Draft) -> Verification:
             capacity=state.capacity,
         )
         logits = params.logits(hidden)
-        if state.sampling is None:
-            return Verification(greedy(logits), None, cache)
-        return Verification(None, logits, cache)
+        return Verification(greedy(logits), None if state.sampling is None else logits, cache)
 
 
 def commit(state: DecodeState, drafted: Draft, verification: Verification) -> DecodeState:
@@ -140,7 +137,7 @@ def commit(state: DecodeState, drafted: Draft, verification: Verification) -> De
     Greedy: the longest prefix of what the full model would have written; else by speculative sampling.
     """
     with jax.named_scope("commit"):
-        if verification.logits is None:
+        if state.sampling is None or verification.logits is None:
             targets = verification.targets
             accepted = accept_greedy(drafted.tokens, targets, drafted.counts)
         else:

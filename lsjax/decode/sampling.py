@@ -255,7 +255,7 @@ def _option(name: str, value: Any, batch: int, expected: str, is_good: Any, dtyp
     return xp.broadcast_to(found.astype(dtype), (batch,))
 
 
-def _row_keys(key: Any, batch: int) -> jax.Array:
+def _row_keys(key: Any, batch: int) -> Any:
     """One typed key for each row."""
     expected = f"a PRNG key, such as jax.random.key(0), or one for each of {batch} rows"
     if not isinstance(key, jax.Array | np.ndarray):

@@ -171,6 +171,7 @@ def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int, nu
         done=rows > 0,
         eos=rows[:, None] - 1,
         pad=rows,
+        sampling=None,
         cache=params.init_cache(batch, slots, num_caches or plan.num_layers),
         stats=empty_stats(batch, plan),
         plan=plan,

@@ -20,7 +20,7 @@ from flax.linen.dtypes import promote_dtype
 from lsjax.config import LlamaConfig
 from lsjax.model.attention import attend
 from lsjax.model.cache import LayerCache, write
-from lsjax.model.projection import Projection, dot, lookup
+from lsjax.model.projection import Projection, dot, lookup, take_outputs
 from lsjax.model.rope import rotate, rotation
 
 
@@ -144,15 +144,15 @@ class Head(nn.Module):
     transposed: bool = False
 
     @nn.compact
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[..., hidden]`` to float32 ``[..., vocab]``."""
+    def __call__(self, x: jax.Array, first: jax.Array | int = 0, count: int | None = None) -> jax.Array:
+        """``[..., hidden]`` to float32 ``[..., vocab]``, or to ``count`` ids' logits from ``first`` on."""
         shape = (self.config.hidden_size, self.config.vocab_size)
         initializer = nn.initializers.normal(self.config.initializer_range)
         if self.transposed:
             weight = self.param("weight", initializer, shape[::-1], self.param_dtype)
         else:
             weight = self.param("kernel", initializer, shape, self.param_dtype)
-        x, weight = promote_dtype(x, weight)
+        x, weight = promote_dtype(x, take_outputs(weight, first, count, transposed=self.transposed))
         return dot(x, weight, transposed=self.transposed, dtype=jnp.float32)
 
 
@@ -229,16 +229,23 @@ class Llama(nn.Module):
             written.append(layer_cache)
         return hidden, () if cache is None else tuple(written)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
-        """The final norm and the head: ``[..., hidden]`` of any layer to float32 ``[..., vocab]``."""
-        return self.head(self.norm(hidden))
+    def logits(self, hidden: jax.Array, first: jax.Array | int = 0, count: int | None = None) -> jax.Array:
+        """The final norm and the head: ``[..., hidden]`` of any layer to float32 ``[..., vocab]``.
 
-    def head(self, hidden: jax.Array) -> jax.Array:
-        """The output projection alone: ``[..., hidden]`` to float32 ``[..., vocab]``."""
+        Args:
+            hidden: what the layer returned.
+            first: the first id whose logit is wanted, where ``count`` is given.
+            count: static; how many ids; None: the whole vocabulary.
+        """
+        return self.head(self.norm(hidden), first, count)
+
+    def head(self, hidden: jax.Array, first: jax.Array | int = 0, count: int | None = None) -> jax.Array:
+        """The output projection alone, as of :meth:`logits`: ``[..., hidden]`` to float32 ``[..., vocab]``."""
         if self.config.tie_word_embeddings:
-            hidden, embedding = promote_dtype(hidden, self.embed_tokens.embedding)
+            embedding = take_outputs(self.embed_tokens.embedding, first, count, transposed=True)
+            hidden, embedding = promote_dtype(hidden, embedding)
             return dot(hidden, embedding, transposed=True, dtype=jnp.float32)
-        return self.lm_head(hidden)
+        return self.lm_head(hidden, first, count)
 
     def __call__(self, tokens: jax.Array, *, exits: Sequence[int] | None = None) -> tuple[jax.Array, ...]:
         """Teacher-forced logits after each of ``exits`` layers (None: after all), one pass for all of them.

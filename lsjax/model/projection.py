@@ -95,6 +95,23 @@ def _fill(count: int, narrow: bool, weight_first: bool) -> int:
     return count
 
 
+def take_outputs(weight: jax.Array, first: jax.Array | int, count: int | None, *, transposed: bool) -> jax.Array:
+    """The part of a matrix ``[in, out]`` or, transposed, ``[out, in]`` that makes ``count`` outputs from ``first`` on.
+
+    None: all of it, whatever ``first``. In 16 bits on CPUs from within a conditional, as :func:`lookup` reads.
+    """
+    axis = 0 if transposed else 1
+    if count is None or count == weight.shape[axis]:
+        return weight
+
+    def take() -> jax.Array:
+        return lax.dynamic_slice_in_dim(weight, first, count, axis)
+
+    if weight.dtype.itemsize != 2 or not on_cpu():
+        return take()
+    return lax.cond(jnp.asarray(first) >= 0, take, lambda: lax.slice_in_dim(weight, 0, count, axis=axis))
+
+
 def lookup(table: jax.Array, rows: jax.Array) -> jax.Array:
     """Rows of a table ``[rows, width]`` by their numbers ``[...]``, to ``[..., width]``; a number past an end reads it.
 
