@@ -1,5 +1,8 @@
 """Sampling: the distributions that are drawn from, and that speculation leaves them as they are."""
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +33,7 @@ def filtered(logits, **options) -> np.ndarray:
     batch = logits.shape[0]
     sampling = make_sampling(batch, key=jax.random.key(0), **options)
     assert isinstance(sampling, Sampling)
-    return np.asarray(jax.jit(lambda sampling, logits: sampling.filter(logits))(sampling, jnp.asarray(logits)))
+    return np.array(jax.jit(lambda sampling, logits: sampling.filter(logits))(sampling, jnp.asarray(logits)))
 
 
 @pytest.mark.parametrize("vocab", [7, 1000])
@@ -53,7 +56,10 @@ def test_filters_are_those_of_transformers(vocab):
         expected = torch.tensor(logits)
         for name, value in options.items():  # in this order
             expected = warpers[name][0](value)(None, expected)
-        np.testing.assert_allclose(filtered(logits, **options), expected, rtol=1e-5, err_msg=str(options))
+        found, expected = filtered(logits, **options), expected.numpy()
+        if "top_p" in options:  # which of several equals it keeps is left open by torch's sort
+            found[1], expected[1] = np.sort(found[1]), np.sort(expected[1])
+        np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=str(options))
 
 
 def test_options_hold_for_their_own_row_and_every_position():
@@ -73,12 +79,12 @@ def test_options_hold_for_their_own_row_and_every_position():
 @pytest.fixture(scope="module")
 def params():
     """A model whose early layers differ from the last one, though not in everything."""
-    return random_params(SMALL, 2, deep_from=1, deep_scale=0.5)
+    return random_params(SMALL, 1, deep_from=1, deep_scale=1.0)
 
 
-def texts(params, new: int, model_seed: int = 0, **options) -> np.ndarray:
+def texts(params, new: int, **options: Any) -> np.ndarray:
     """``[KEYS, new]`` tokens, each row with a key of its own."""
-    keys = jax.random.split(jax.random.key(model_seed), KEYS)
+    keys = jax.random.split(jax.random.key(0), KEYS)
     out = lsjax.generate(
         params, np.tile(PROMPT, (KEYS, 1)), key=keys, max_new_tokens=new, eos_token_id=(), capacity=16, **options
     )
@@ -89,7 +95,9 @@ def exact(params, new: int, **options) -> np.ndarray:
     """The probability of every text of ``new`` tokens, ``[VOCAB] * new``, from full forwards in NumPy float64."""
     found = np.ones(())
     for length in range(new):
-        prefixes = np.indices([VOCAB] * length).reshape(length, -1).T
+        prefixes = np.array(list(itertools.product(range(VOCAB), repeat=length)), np.int32).reshape(
+            VOCAB**length, length
+        )
         rows = np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], axis=1)
         logits = np.asarray(lsjax.forward(params, rows), np.float32)[:, -1]
         if options:
@@ -134,9 +142,9 @@ PROGRAMS = [
 
 
 def test_drafts_and_targets_differ(params):
-    rows = np.tile(PROMPT, (1, 1))
-    p, q = (np.asarray(jax.nn.softmax(lsjax.forward(params, rows, num_layers=n)[:, -1])) for n in (3, 1))
-    assert 0.2 < 0.5 * np.abs(p - q).sum() < 0.6
+    p, *drafts = (jax.nn.softmax(lsjax.forward(params, PROMPT[None], num_layers=n)[:, -1]) for n in (3, 1, 2))
+    for q in drafts:
+        assert 0.2 < 0.5 * jnp.abs(p - q).sum() < 0.6
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
