@@ -27,6 +27,7 @@ from lsjax.decode.request import (
     warn_beyond_trained_length,
 )
 from lsjax.decode.round import run_round
+from lsjax.decode.sampling import make_sampling
 from lsjax.decode.state import Plan, Stats
 from lsjax.params import Model
 
@@ -58,11 +59,18 @@ def generate(
     eos_token_id: int | Iterable[int] | jax.Array | None = None,
     pad_token_id: int | jax.Array | None = None,
     capacity: int | None = None,
+    key: jax.Array | None = None,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    greedy_drafts: bool = False,
 ) -> GenerateOutput:
-    """Continues prompts greedily, by default with self-speculative decoding (LayerSkip, arXiv 2404.16710).
+    """Continues prompts, with an exit layer by self-speculative decoding (LayerSkip, arXiv 2404.16710).
 
-    Self-speculative decoding writes token for token what autoregressive decoding would, up to ties of rounding (on
-    accelerators float32 needs ``jax.default_matmul_precision("highest")`` for that). One compiled program does the
+    Greedy self-speculative decoding writes token for token what autoregressive decoding would, up to ties of rounding
+    (on accelerators float32 needs ``jax.default_matmul_precision("highest")`` for that); with a ``key`` its tokens are
+    distributed as autoregressive decoding's are (speculative sampling, arXiv 2211.17192). One compiled program does the
     prompt and all rounds. Called eagerly, prompt and capacity are padded to few sizes, so that other lengths rarely
     compile anew; inside a caller's ``jit`` shapes are the caller's, and ids and lengths are not checked: ids outside
     the vocabulary read its nearest end, lengths outside 1..width give rows without meaning.
@@ -81,6 +89,14 @@ def generate(
         pad_token_id: fills up rows; None: the checkpoint's, or 0.
         capacity: static; tokens that the cache holds a row. None: chosen to fit. Under longrope it is also what
             texts may come to, and so decides between short and long factors (None: prompt, padding and new tokens).
+        key: a PRNG key to draw tokens with (row i of a batch uses ``jax.random.fold_in(key, i)``), or one for each row.
+            Every draw is keyed by its position in the row, so it depends neither on other rows nor on the capacity.
+        temperature: a number of at least 0, or one for each row, like the rest; 0 is greedy. None: 1 with a key.
+        top_k: keeps the most probable tokens, so many, and what equals the last of them.
+        top_p: of these keeps the most probable ones that together hold at least this much, in (0, 1].
+        min_p: of these keeps those at least so many times as probable as the most probable one, in [0, 1].
+        greedy_drafts: static; drafts are the early layers' most probable tokens instead of drawn ones. Either way the
+            text is distributed the same; it changes how many drafts are kept.
 
     Raises:
         ValueError: says what was expected and what came.
@@ -101,6 +117,12 @@ def generate(
         eos_token_id=eos_token_id,
         pad_token_id=pad_token_id,
         capacity=capacity,
+        key=key,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        greedy_drafts=greedy_drafts,
     )
     found = _generate(params, call.request, call.plan, call.capacity)
     return _trim(found, call.request.pad, call.width, call.single)
@@ -146,6 +168,7 @@ def _read_call(
     eos_token_id: int | Iterable[int] | jax.Array | None = None,
     pad_token_id: int | jax.Array | None = None,
     capacity: int | None = None,
+    **sampling: Any,
 ) -> _Call:
     check_params(params)
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
@@ -153,7 +176,8 @@ def _read_call(
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
     width, longest = prompts.width, prompts.longest
     limits = prompts.lengths + np.int32(max_new_tokens)
-    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id)
+    drawn = make_sampling(prompts.tokens.shape[0], **sampling)
+    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, drawn)
     eager = not is_traced(params, request)
     if capacity is not None:
         held = check_capacity(capacity, width, longest + max_new_tokens)

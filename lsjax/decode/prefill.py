@@ -23,6 +23,7 @@ from lsjax.decode.request import (
     make_request,
     warn_beyond_trained_length,
 )
+from lsjax.decode.sampling import make_sampling
 from lsjax.decode.state import DecodeState, Plan, check_usable, empty_stats, slack
 from lsjax.params import Model
 
@@ -41,6 +42,12 @@ def prefill(
     attention_mask: Any = None,
     eos_token_id: int | Iterable[int] | jax.Array | None = None,
     pad_token_id: int | jax.Array | None = None,
+    key: jax.Array | None = None,
+    temperature: Any = None,
+    top_k: Any = None,
+    top_p: Any = None,
+    min_p: Any = None,
+    greedy_drafts: bool = False,
 ) -> DecodeState:
     """Reads prompts into a decode state for :func:`~lsjax.decode.round.decode_round`, or continues one at an offset.
 
@@ -64,13 +71,20 @@ def prefill(
         attention_mask: ``[batch, length]``.
         eos_token_id: one id or several.
         pad_token_id: fills up rows.
+        key: to draw tokens with, as of :func:`~lsjax.decode.generate.generate`, like the rest; None: greedy decoding.
+        temperature: of the draws.
+        top_k: likewise.
+        top_p: likewise.
+        min_p: likewise.
+        greedy_drafts: static.
 
     Raises:
         ValueError: says what was expected and what came.
     """
+    drawing = {"key": key, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     if state is not None:
-        options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id)
-        if any(option is not None for option in options):
+        options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id, *drawing.values())
+        if greedy_drafts or any(option is not None for option in options):
             raise ValueError(
                 "a state that is continued keeps its options: give tokens, lengths and max_new_tokens only"
             )
@@ -89,7 +103,8 @@ def prefill(
         held = check_capacity(capacity, width, longest + (1 if new is None else new))
     warn_beyond_trained_length(params.config, longest if new is None else longest + new)
     limits = np.full(prompts.lengths.shape, held, np.int32) if new is None else prompts.lengths + np.int32(new)
-    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id)
+    drawn = make_sampling(prompts.tokens.shape[0], **drawing, greedy_drafts=greedy_drafts)
+    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, drawn)
     if eager:
         request = request.to_bucket(held).place_like(tokens)
     return start(params, request, plan, held)
@@ -115,6 +130,7 @@ def start(params: Model, request: Request, plan: Plan, capacity: int) -> DecodeS
         done=request.lengths >= request.limits,
         eos=request.eos,
         pad=request.pad,
+        sampling=request.sampling,
         cache=cache,
         stats=empty_stats(batch, plan),
         plan=plan,

@@ -29,6 +29,7 @@ class Draft(flax.struct.PyTreeNode):
     Attributes:
         tokens: int32 ``[batch, K]``.
         counts: int32 ``[batch]``, how many of them each row may use.
+        probs: float32 ``[batch, K, vocab]``, the distributions that they were drawn from; None: they are greedy.
         hidden: ``[batch, K + 1, hidden]``, the exit layer's output at positions n - 1 to n - 1 + K (zeros where the
             round drafted less).
         cache: the early layers' caches with these positions written.
@@ -37,6 +38,7 @@ class Draft(flax.struct.PyTreeNode):
 
     tokens: jax.Array
     counts: jax.Array
+    probs: jax.Array | None
     hidden: jax.Array
     cache: tuple[LayerCache, ...]
     exit_layer: int = flax.struct.field(pytree_node=False)
@@ -46,11 +48,13 @@ class Verification(flax.struct.PyTreeNode):
     """What the full model says to a draft.
 
     Attributes:
-        targets: int32 ``[batch, K + 1]``, its own next token after each of the positions n - 1 to n - 1 + K.
+        targets: int32 ``[batch, K + 1]``, its own most probable token after each of the positions n - 1 to n - 1 + K.
+        logits: float32 ``[batch, K + 1, vocab]``, of which tokens are drawn; None where decoding is greedy.
         cache: the deep layers' caches with these positions written.
     """
 
     targets: jax.Array
+    logits: jax.Array | None
     cache: tuple[LayerCache, ...]
 
 
@@ -74,7 +78,7 @@ def draft(params: Model, state: DecodeState, *, num_layers: int | None = None) -
             raise ValueError(f"num_layers: expected at most the state's {state.plan.num_layers} layers, got {depth}")
     batch, width = state.tokens.shape[0], state.plan.num_speculations
     counts = state.draft_counts
-    start, zero = state.lengths - 1, jnp.int32(0)
+    start, zero, sampling = state.lengths - 1, jnp.int32(0), state.sampling
 
     def early(token, index, hidden, cache):
         hidden_in = params.embed(token[:, None])
@@ -82,22 +86,32 @@ def draft(params: Model, state: DecodeState, *, num_layers: int | None = None) -
         return step, lax.dynamic_update_slice(hidden, step, (zero, index, zero)), cache
 
     def one(index, carry):
-        token, tokens, hidden, cache = carry
+        token, tokens, probs, hidden, cache = carry
         step, hidden, cache = early(token, index, hidden, cache)
-        token = greedy(params.logits(step[:, 0]))
-        return token, lax.dynamic_update_slice(tokens, token[:, None], (zero, index)), hidden, cache
+        logits = params.logits(step[:, 0])
+        if sampling is None:
+            token, drawn_from = greedy(logits), None
+        else:
+            token, drawn_from = sampling.draw_draft(logits, state.lengths + index)
+        if drawn_from is not None:
+            probs = lax.dynamic_update_slice(probs, drawn_from[:, None], (zero, index, zero))
+        return token, lax.dynamic_update_slice(tokens, token[:, None], (zero, index)), probs, hidden, cache
 
     with jax.named_scope("draft"):
         token, cache = state.last_token, state.cache[:depth]
         tokens = jnp.zeros((batch, width), jnp.int32)
         hidden = jnp.zeros((batch, width + 1, params.config.hidden_size), params.dtype)
+        probs = None
+        if sampling is not None and not sampling.greedy_drafts:
+            probs = jnp.zeros((batch, width, params.config.vocab_size), jnp.float32)
         steps = jnp.int32(0)
         if width:
             steps = jnp.max(counts)
-            token, tokens, hidden, cache = lax.fori_loop(zero, steps, one, (token, tokens, hidden, cache))
+            carry = token, tokens, probs, hidden, cache
+            token, tokens, probs, hidden, cache = lax.fori_loop(zero, steps, one, carry)
     with jax.named_scope("last_draft"):
         _, hidden, cache = early(token, steps, hidden, cache)
-    return Draft(tokens, counts, hidden, cache, depth)
+    return Draft(tokens, counts, probs, hidden, cache, depth)
 
 
 @jax.jit
@@ -113,14 +127,23 @@ def verify(params: Model, state: DecodeState, drafted: Draft) -> Verification:
             hi=num_layers,
             capacity=state.capacity,
         )
-        return Verification(greedy(params.logits(hidden)), cache)
+        logits = params.logits(hidden)
+        return Verification(greedy(logits), None if state.sampling is None else logits, cache)
 
 
 def commit(state: DecodeState, drafted: Draft, verification: Verification) -> DecodeState:
-    """Accepts the longest matching prefix and one token more, up to an EOS; rewinds by what the length says."""
+    """Accepts drafts and one token more, up to an EOS; rewinds by what the length says.
+
+    Greedy: the longest prefix of what the full model would have written; else by speculative sampling.
+    """
     with jax.named_scope("commit"):
-        targets = verification.targets
-        accepted = accept_greedy(drafted.tokens, targets, drafted.counts)
+        if state.sampling is None or verification.logits is None:
+            targets = verification.targets
+            accepted = accept_greedy(drafted.tokens, targets, drafted.counts)
+        else:
+            accepted, targets = state.sampling.accept(
+                drafted.tokens, drafted.probs, verification.logits, drafted.counts, state.lengths
+            )
         slot = jnp.arange(targets.shape[1])
         end = first_eos(targets, slot <= accepted[:, None], state.eos)
         count = jnp.where(state.done, 0, jnp.minimum(accepted, end) + 1)

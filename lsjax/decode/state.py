@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from lsjax.checks import check_params, is_traced
 from lsjax.config import LlamaConfig
+from lsjax.decode.sampling import Sampling
 from lsjax.model.cache import LayerCache
 from lsjax.params import Model
 
@@ -71,6 +72,7 @@ class DecodeState(flax.struct.PyTreeNode):
         done: bool ``[batch]``, rows that reached an EOS or their limit. They change no more.
         eos: int32 ``[batch, count]``, ids that end each row, filled up with -1, which is no id.
         pad: int32 ``[batch]``, the id of padding.
+        sampling: how tokens are drawn; None: greedy decoding.
         cache: keys and values of the first ``plan.num_layers`` layers.
         stats: what was done so far.
         plan: static.
@@ -83,6 +85,7 @@ class DecodeState(flax.struct.PyTreeNode):
     done: jax.Array
     eos: jax.Array
     pad: jax.Array
+    sampling: Sampling | None
     cache: tuple[LayerCache, ...]
     stats: Stats
     plan: Plan = flax.struct.field(pytree_node=False)

@@ -144,7 +144,7 @@ def verification(
         state = carry.state
         rows, width = state.tokens.shape[0], num_speculations
         early = state.cache[:exit_layer]
-        drafted = Draft(jnp.zeros((rows, width), jnp.int32), state.draft_counts, carry.hidden, early, exit_layer)
+        drafted = Draft(jnp.zeros((rows, width), jnp.int32), state.draft_counts, None, carry.hidden, early, exit_layer)
         found = verify(params, state, drafted)
         hidden = carry.hidden + 1e-6 * found.targets[..., None].astype(carry.hidden.dtype)
         return Carry(_advance(state, early + found.cache), hidden.astype(carry.hidden.dtype))
@@ -171,6 +171,7 @@ def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int, nu
         done=rows > 0,
         eos=rows[:, None] - 1,
         pad=rows,
+        sampling=None,
         cache=params.init_cache(batch, slots, num_caches or plan.num_layers),
         stats=empty_stats(batch, plan),
         plan=plan,
