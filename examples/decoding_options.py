@@ -37,7 +37,7 @@ def show(title, **options):
 
 plain = show("greedy")
 show(
-    "no token of the text twice as likely, no three tokens again",
+    "a repetition penalty, and no three tokens twice",
     processors=[processors.RepetitionPenalty(1.2), processors.NoRepeatNgram(3)],
 )
 
