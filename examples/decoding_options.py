@@ -60,7 +60,10 @@ show("drafts only while the exit is sure", confidence_threshold=0.5)
 show("2 drafts more after a round that kept all, else 1 less", num_speculations_schedule="heuristic")
 
 out = run(exit_layer=exit_layer, top_n=2)
+scores = out.scores
+assert scores is not None
+assert scores.top_tokens is not None
 print("log-probabilities under the whole model, and the two most probable tokens")
 for column in range(len(tokens), len(tokens) + 4):
-    best = [words[token] for token in out.scores.top_tokens[column]]
-    print(f"  {words[out.tokens[column]]!r}: {float(out.scores.log_probs[column]):.3f}, {best}")
+    best = [words[token] for token in scores.top_tokens[column]]
+    print(f"  {words[out.tokens[column]]!r}: {float(scores.log_probs[column]):.3f}, {best}")
