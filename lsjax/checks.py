@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -49,6 +51,22 @@ def check_int(name: str, value: Any, least: int, most: int | None = None) -> int
         wanted = f"of at least {least}" if most is None else f"in {least}..{most}"
         raise ValueError(f"{name}: expected an int {wanted}, got {value!r}")
     return found
+
+
+def check_number(name: str, value: Any, least: float, most: float = math.inf) -> float:
+    """``value`` as a float of at least ``least``, and at most ``most`` where that is given."""
+    is_number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or math.isinf(value):
+        wanted = f"of at least {least}" if most == math.inf else f"in {least}..{most}"
+        raise ValueError(f"{name}: expected a number {wanted}, got {value!r}")
+    return float(value)
+
+
+def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
+    """``value``, one of a few names."""
+    if value not in tuple(choices):
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
 
 
 def check_depth(name: str, value: Any, config: LlamaConfig) -> int:

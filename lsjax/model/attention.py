@@ -33,21 +33,62 @@ def attend(query: jax.Array, cache: LayerCache, positions: jax.Array, used: jax.
     length = query.shape[1]
     if length <= BLOCK:
         return _attend(query, cache, positions, used)
+
     # Long prompts: queries in blocks too, each reading no further than its own last position.
-    padding = -length % BLOCK
-
-    def split(x: jax.Array, axis_mode: str) -> jax.Array:
-        widths = [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)
-        x = jnp.pad(x, widths, mode=axis_mode)
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, BLOCK, *x.shape[2:]), 1, 0)
-
     def one(block):
         queries, where = block
         return _attend(queries, cache, where, used if isinstance(used, int) else jnp.max(where) + 1)
 
-    out = lax.map(one, (split(query, "constant"), split(positions, "edge")))
-    out = jnp.moveaxis(out, 0, 1)
-    return out.reshape(out.shape[0], -1, out.shape[-1])[:, :length]
+    return _join(lax.map(one, (_split(query, BLOCK, "constant"), _split(positions, BLOCK, "edge"))), length)
+
+
+def attend_documents(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
+    """Softmax attention over the earlier positions of the same document, for training: rows of packed documents.
+
+    Queries are taken in blocks that reverse mode computes anew, so that memory grows with the length, not its square.
+
+    Args:
+        query: ``[batch, length, heads, head_dim]``, rotated.
+        key: ``[batch, kv_heads, length, head_dim]``, rotated.
+        value: likewise.
+        documents: int ``[batch, length]``, which document each position belongs to, a number of its own in its row.
+
+    Returns:
+        ``[batch, length, heads * head_dim]`` in the query's dtype.
+    """
+    batch, length, heads, head_dim = query.shape
+    kv_heads = key.shape[1]
+    group, block = heads // kv_heads, min(BLOCK, length)
+    order = jnp.arange(length)
+
+    def one(queries: jax.Array, own: jax.Array, first: jax.Array | int) -> jax.Array:
+        grouped = queries.reshape(batch, block, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
+        grouped = grouped.reshape(batch, kv_heads, block * group, head_dim)
+        scores = _batched_dot(grouped, key, contract=(3, 3)) * head_dim**-0.5
+        earlier = order <= first + jnp.arange(block)[:, None]
+        visible = earlier & (own[:, :, None] == documents[:, None, :])  # itself always
+        scores = jnp.where(jnp.repeat(visible, group, axis=1)[:, None], scores, -jnp.inf)
+        mixed = _batched_dot(jax.nn.softmax(scores).astype(value.dtype), value, contract=(3, 2)).astype(query.dtype)
+        mixed = mixed.reshape(batch, kv_heads, block, group, head_dim).transpose(0, 2, 1, 3, 4)
+        return mixed.reshape(batch, block, heads * head_dim)
+
+    if block == length:
+        return one(query, documents, 0)
+    queries, own = _split(query, block, "constant"), _split(documents, block, "edge")
+    blocks = queries, own, jnp.arange(0, len(own) * block, block)
+    return _join(lax.map(jax.checkpoint(lambda given: one(*given), prevent_cse=False), blocks), length)
+
+
+def _split(x: jax.Array, block: int, padding: str) -> jax.Array:
+    """``[batch, length, ...]`` to ``[blocks, batch, block, ...]``, filled up as ``jnp.pad`` does by that name."""
+    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2), mode=padding)
+    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
+
+
+def _join(x: jax.Array, length: int) -> jax.Array:
+    """The inverse of :func:`_split`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def block_size(batch: int, kv_heads: int, slots: int, head_dim: int, length: int) -> int:

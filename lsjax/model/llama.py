@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
 
 from lsjax.config import LlamaConfig
-from lsjax.model.attention import attend
+from lsjax.model.attention import attend, attend_documents
 from lsjax.model.cache import LayerCache, write
 from lsjax.model.projection import Projection, dot, lookup, take_outputs
 from lsjax.model.rope import rotate, rotation
@@ -55,11 +55,17 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         where: jax.Array | int = 0,
         used: jax.Array | int | None = None,
+        documents: jax.Array | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
-        """``[batch, length, hidden]`` to the same, and the cache with the new keys and values written at ``where``."""
+        """``[batch, length, hidden]`` to the same, and the cache with the new keys and values written at ``where``.
+
+        With ``documents`` there is no cache, and a position attends to the earlier ones of its own document.
+        """
         length = hidden.shape[1]
         query, key, value = self._project(hidden, angles)
         key, value = key.swapaxes(1, 2), value.swapaxes(1, 2)
+        if documents is not None:
+            return self.o_proj(attend_documents(query, key, value, documents)), None
         if cache is None:
             given, used = LayerCache(key, value, key.dtype), length
         else:
