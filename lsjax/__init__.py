@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lsjax import measure
+    from lsjax import measure, training
     from lsjax.config import LlamaConfig, RopeScaling
     from lsjax.convert.checkpoint import CheckpointError
     from lsjax.decode import processors
@@ -51,7 +51,20 @@ _HOMES = {
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
-_ROOMS = ("checks", "config", "convert", "decode", "io", "measure", "model", "params", "prepared", "sources", "text")
+_ROOMS = (
+    "checks",
+    "config",
+    "convert",
+    "decode",
+    "io",
+    "measure",
+    "model",
+    "params",
+    "prepared",
+    "sources",
+    "text",
+    "training",
+)
 _MODULES = {room: f"lsjax.{room}" for room in _ROOMS} | {"processors": "lsjax.decode.processors"}
 
 __all__ = [
@@ -81,6 +94,7 @@ __all__ = [
     "save",
     "score",
     "tensor_parallel",
+    "training",
     "verify",
 ]
 

@@ -71,7 +71,9 @@ def load(
     return assemble(open_checkpoint(path), dtype, progress)
 
 
-def save(params: Params, directory: str | os.PathLike[str], *, to: Literal["flax", "hf"] = "flax") -> None:
+def save(
+    params: Params, directory: str | os.PathLike[str], *, to: Literal["flax", "hf"] = "flax", tokenizer: Any = None
+) -> None:
     """Writes a model into a directory that ``load`` reads, bit for bit in its dtypes.
 
     The directory holds ``params.safetensors`` (Flax names and layouts), or ``model.safetensors`` as transformers reads
@@ -82,6 +84,7 @@ def save(params: Params, directory: str | os.PathLike[str], *, to: Literal["flax
         params: concrete parameters, all of whose arrays this process can read.
         directory: absent, empty, or written by lsjax (and then replaced).
         to: as of ``convert``: ``"flax"``, or ``"hf"`` for Hugging Face's layout.
+        tokenizer: one of transformers, whose files are put beside the weights.
 
     Raises:
         FileExistsError: the path is a file, or a directory that holds something else.
@@ -99,6 +102,8 @@ def save(params: Params, directory: str | os.PathLike[str], *, to: Literal["flax
     if is_traced(params) or not all(hasattr(leaf, "__array__") for leaf in jax.tree.leaves(params)):
         raise ValueError("params: expected concrete arrays, got abstract ones")
     with replacing(Path(directory).expanduser().resolve(), is_written) as new:
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
         flax.write(params, new, target=TARGETS[to])
 
 

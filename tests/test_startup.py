@@ -78,7 +78,7 @@ def test_a_tokenizer_of_one_file_imports_no_torch(tmp_path):
 def test_every_public_name_is_there():
     assert set(lsjax.__all__) <= set(dir(lsjax))
     assert {name: getattr(lsjax, name).__module__ for name in lsjax._HOMES} == lsjax._HOMES
-    assert set(lsjax.__all__) == {*lsjax._HOMES, "measure", "processors"}
+    assert set(lsjax.__all__) == {*lsjax._HOMES, "measure", "processors", "training"}
     assert lsjax.io.load is lsjax.load
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         lsjax.lod  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,6 +17,7 @@ COMMANDS = {
     "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
     "convert": "write a checkpoint anew, in Flax's or Hugging Face's layout",
     "inspect": "say what a checkpoint is and whether it would load, from its headers",
+    "train": "train a model's exits by the LayerSkip recipe, from nothing or from a model",
     "agreement": "how often each layer names the whole model's token: look at it before choosing an exit",
     "bench": "measure how fast a model decodes here, with what explains the speed, on prompts of one's own",
     "parity": "compare a checkpoint's modules, logits and greedy text with transformers' in torch",

@@ -18,7 +18,7 @@ from lsjax.params import Params
 from lsjax.text.prompts import pad_rows
 from lsjax.training.batch import IGNORED, Batch
 from lsjax.training.forward import layer_outputs
-from lsjax.training.losses import CHUNK, cross_entropy, exit_logits, head_weights, split_length
+from lsjax.training.losses import CHUNK, exit_logits, head_weights, label_losses, split_length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,12 +45,12 @@ def evaluate(params: Params, batches: Iterable[Batch], *, chunk: int | None = CH
         chunk: positions of each row whose logits exist at once; None: all.
         dtype: what is computed in; None: the weights' own.
     """
-    losses = agreeing = np.zeros(params.config.num_hidden_layers)
+    losses, agreeing = (np.zeros(params.config.num_hidden_layers) for _ in range(2))
     labels = 0
     for batch in batches:
         found = _evaluate(params, batch, chunk, None if dtype is None else jnp.dtype(dtype))
-        losses = losses + np.asarray(found[0], np.float64)
-        agreeing = agreeing + np.asarray(found[1])
+        losses += np.asarray(found[0], np.float64)
+        agreeing += np.asarray(found[1])
         labels += int(found[2])
     return HeldOut(losses / max(labels, 1), agreeing / max(labels, 1), labels)
 
@@ -58,18 +58,22 @@ def evaluate(params: Params, batches: Iterable[Batch], *, chunk: int | None = CH
 @functools.partial(jax.jit, static_argnums=(2, 3))
 def _evaluate(params: Params, batch: Batch, chunk: int | None, dtype: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Sums over the labels: float32 and int32 ``[layers]``, and how many labels there are."""
-    config, head, labels = params.config, head_weights(params), batch.labels
-    hidden = list(layer_outputs(params, batch, dtype=dtype))
-    chunk = chunk or labels.shape[1]
-    losses = jnp.stack([cross_entropy(config, head, state, labels, chunk=chunk, dtype=dtype) for state in hidden])
+    config, head = params.config, head_weights(params)
 
-    def agreeing(given: tuple[Any, jax.Array]) -> jax.Array:
-        states, valid = given[0], given[1] != IGNORED
-        choices = [greedy(exit_logits(config, head, state, dtype)) for state in states]
-        return jnp.stack([jnp.sum((choice == choices[-1]) & valid) for choice in choices])
+    def look(given: tuple[list[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        states, labels = given
+        losses, choices = [], []
+        for state in states:
+            logits = exit_logits(config, head, state, dtype)
+            losses.append(label_losses(logits, labels).sum())
+            choices.append(greedy(logits))
+        agreeing = [jnp.sum((choice == choices[-1]) & (labels != IGNORED)) for choice in choices]
+        return jnp.stack(losses), jnp.stack(agreeing)
 
-    chunks = [split_length(state, chunk, 0) for state in hidden], split_length(labels, chunk, IGNORED)
-    return losses, lax.map(agreeing, chunks).sum(axis=0), jnp.sum(labels != IGNORED)
+    size: int = chunk or batch.labels.shape[1]
+    states = [split_length(hidden, size, 0) for hidden in layer_outputs(params, batch, dtype=dtype)]
+    losses, agreeing = lax.map(look, (states, split_length(batch.labels, size, IGNORED)))
+    return losses.sum(axis=0), agreeing.sum(axis=0), jnp.sum(batch.labels != IGNORED)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,13 @@ def exit_logits(config: LlamaConfig, head: dict[str, Any], hidden: jax.Array, dt
     return logits
 
 
+def label_losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """``-log p(label)`` of each position, 0 where the label is -100: float32 ``[..., vocab]`` and ``[...]`` to it."""
+    valid = labels != IGNORED
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(valid, labels, 0))
+    return jnp.where(valid, losses, 0)
+
+
 def cross_entropy(
     config: LlamaConfig,
     head: dict[str, Any],
@@ -60,10 +67,7 @@ def cross_entropy(
     """
 
     def of(hidden: jax.Array, labels: jax.Array) -> jax.Array:
-        logits = exit_logits(config, head, hidden, dtype)
-        valid = labels != IGNORED
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, jnp.where(valid, labels, 0))
-        return jnp.where(valid, losses, 0).sum()
+        return label_losses(exit_logits(config, head, hidden, dtype), labels).sum()
 
     with jax.named_scope("cross_entropy"):
         if chunk is None:

@@ -100,7 +100,7 @@ class Metrics(flax.struct.PyTreeNode):
 
 
 def init_state(recipe: Recipe, params: Params) -> TrainState:
-    """The state before the first step, with parameters in float32.
+    """The state before the first step, with a copy of the parameters in float32.
 
     Args:
         recipe: what to train by.
@@ -111,7 +111,8 @@ def init_state(recipe: Recipe, params: Params) -> TrainState:
     """
     check_params(params)
     recipe.optimizer.check(params)
-    params = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
+    # Copies, since steps are given the state's memory.
+    params = jax.tree.map(lambda leaf: jnp.array(leaf, jnp.float32, copy=True), params)
     return TrainState(jnp.zeros((), jnp.int32), params, recipe.optimizer.transformation(recipe.steps).init(params.tree))
 
 
