@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import glob
 import itertools
 import json
@@ -235,7 +236,7 @@ def take_prompts(documents: Sequence[Document], count: int, length: int, seed: i
     """Prompts out of documents: passages of texts, and of examples what stands before the first answer.
 
     Args:
-        documents: what to take from, each at most once.
+        documents: what to take from. Only where there are too few, long texts give several passages.
         count: at most how many.
         length: the most tokens of a prompt.
         seed: of the choice.
@@ -244,16 +245,19 @@ def take_prompts(documents: Sequence[Document], count: int, length: int, seed: i
         int32 arrays; none from documents that are too short.
     """
     rng = np.random.default_rng(seed)
-    prompts = []
-    for index in rng.permutation(len(documents)).tolist():
+    prompts: list[np.ndarray] = []
+    queue = collections.deque(rng.permutation(len(documents)).tolist())
+    while queue and len(prompts) < count:
+        index = queue.popleft()
         tokens, learned = documents[index]
-        if learned is None:
-            begin = int(rng.integers(0, len(tokens) - length)) if len(tokens) > length else 0
-            prompt = tokens[begin : begin + min(length, len(tokens) - 1)]
-        else:
+        if learned is not None:
             prompt = tokens[: int(np.argmax(learned))][-length:]
+        elif len(tokens) > length:
+            begin = int(rng.integers(0, len(tokens) - length))
+            prompt = tokens[begin : begin + length]
+            queue.append(index)  # another passage, once all others have had their turn
+        else:
+            prompt = tokens[:-1]
         if len(prompt):
             prompts.append(prompt)
-        if len(prompts) == count:
-            break
     return prompts

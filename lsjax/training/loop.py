@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 from tqdm import tqdm
 
 from lsjax.checks import check_depth, check_int, check_params, check_vocabulary
@@ -199,6 +200,12 @@ def _check(config: LlamaConfig, rows: Rows, held_out: Rows, prompts: Sequence[np
         raise ValueError("prompts: expected held-out prompts to draft after, got none")
 
 
+@functools.lru_cache(maxsize=8)
+def _compiled_step(recipe: Recipe, replicated: NamedSharding) -> Any:
+    """The step as one program, which is given the state's memory."""
+    return jax.jit(functools.partial(train_step, recipe), donate_argnums=0, out_shardings=replicated)
+
+
 def _plotter(directory: Path, wanted: bool) -> Callable[[], None]:
     """What draws the log; nothing where matplotlib is not installed."""
     try:
@@ -228,7 +235,7 @@ class _Loop:
         self, state: TrainState, rows: Rows, progress: bool | None, should_stop: Callable[[], bool] | None
     ) -> Training:
         recipe, begin = self.recipe, int(state.step)
-        step = jax.jit(functools.partial(train_step, recipe), donate_argnums=0, out_shardings=self.placement.replicated)
+        step = _compiled_step(recipe, self.placement.replicated)
         looked = None
         hidden = None if progress is None else not progress
         with tqdm(total=recipe.steps, initial=begin, unit="step", disable=hidden) as bar:
