@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
     from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
+    from lsjax.decode.token_scores import TokenScores
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
     from lsjax.prepared import DecodeParams, prepare
@@ -35,6 +36,7 @@ _HOMES = {
     "RopeScaling": "lsjax.config",
     "ScoreOutput": "lsjax.decode.score",
     "Stats": "lsjax.decode.state",
+    "TokenScores": "lsjax.decode.token_scores",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
     "draft": "lsjax.decode.round",
@@ -64,6 +66,7 @@ __all__ = [
     "RopeScaling",
     "ScoreOutput",
     "Stats",
+    "TokenScores",
     "Verification",
     "decode_round",
     "draft",
