@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from lsjax.decode import processors
     from lsjax.decode.generate import GenerateOutput, generate
     from lsjax.decode.prefill import prefill
+    from lsjax.decode.rewind import rewind
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
     from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
+    from lsjax.decode.stream import Stream, StreamBlock, stream
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
     from lsjax.prepared import DecodeParams, prepare
@@ -35,6 +37,8 @@ _HOMES = {
     "RopeScaling": "lsjax.config",
     "ScoreOutput": "lsjax.decode.score",
     "Stats": "lsjax.decode.state",
+    "Stream": "lsjax.decode.stream",
+    "StreamBlock": "lsjax.decode.stream",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
     "draft": "lsjax.decode.round",
@@ -44,8 +48,10 @@ _HOMES = {
     "load": "lsjax.io",
     "prefill": "lsjax.decode.prefill",
     "prepare": "lsjax.prepared",
+    "rewind": "lsjax.decode.rewind",
     "save": "lsjax.io",
     "score": "lsjax.decode.score",
+    "stream": "lsjax.decode.stream",
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
@@ -64,6 +70,8 @@ __all__ = [
     "RopeScaling",
     "ScoreOutput",
     "Stats",
+    "Stream",
+    "StreamBlock",
     "Verification",
     "decode_round",
     "draft",
@@ -75,8 +83,10 @@ __all__ = [
     "prefill",
     "prepare",
     "processors",
+    "rewind",
     "save",
     "score",
+    "stream",
     "tensor_parallel",
     "verify",
 ]

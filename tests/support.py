@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -207,6 +209,22 @@ def quickly_compiled(function: Any) -> Any:
 def compiled_programs(function: Any) -> int:
     """How many programs a jitted function has compiled so far."""
     return function._cache_size()
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """A list that grows by one with each program that XLA compiles in this block."""
+    found: list[str] = []
+
+    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            found.append(str(kwargs.get("fun_name", event)))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield found
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def temporaries_of(compiled: Any) -> int:
