@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
     from lsjax.decode.stream import Stream, StreamBlock, stream
+    from lsjax.decode.token_scores import TokenScores
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
     from lsjax.prepared import DecodeParams, prepare
@@ -39,6 +40,7 @@ _HOMES = {
     "Stats": "lsjax.decode.state",
     "Stream": "lsjax.decode.stream",
     "StreamBlock": "lsjax.decode.stream",
+    "TokenScores": "lsjax.decode.token_scores",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
     "draft": "lsjax.decode.round",
@@ -72,6 +74,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamBlock",
+    "TokenScores",
     "Verification",
     "decode_round",
     "draft",

@@ -52,6 +52,10 @@ class Model:
         """The final norm and head over any layer's output: float32 ``[..., vocab]`` (or ``count`` from ``first``)."""
         return self.apply(hidden, first, count, method="logits")
 
+    def draft_logits(self, hidden: jax.Array) -> jax.Array:
+        """As :meth:`logits`, where drafts are chosen from them; -inf for ids outside of a draft vocabulary."""
+        return self.apply(hidden, method="draft_logits")
+
     def init_cache(self, batch: int, slots: int, num_layers: int) -> tuple[LayerCache, ...]:
         """Empty caches for the first ``num_layers`` layers, in the weights' dtype."""
         return init_cache(self.config, batch, slots, num_layers, self.dtype)

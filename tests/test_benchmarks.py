@@ -152,3 +152,14 @@ def test_the_gpu_script_needs_only_what_an_image_for_jax_has(tmp_path):
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["stage"] == "device"
+
+
+@pytest.mark.slow
+def test_options(model, tmp_path, monkeypatch):
+    arguments = ["--model", model, "--exit-layer", 1, "--num-speculations", 2, "--new-tokens", 8, "--draft-vocab", 50]
+    entries = run("options", arguments, tmp_path, monkeypatch)["entries"]
+    drafting = [entry for entry in entries if entry["against"] == "self-speculative"]
+    assert len(drafting) == 6
+    assert all(entry["same_tokens"] for entry in drafting)
+    assert all(entry["drafted"] <= drafting[0]["drafted"] for entry in drafting[1:5])
+    assert all(entry["speed"]["median"] > 0 for entry in entries)

@@ -42,3 +42,20 @@ def test_the_batch_experiment_measures_what_agreement_predicts(tmp_path, capsys)
     assert len(rates) == 4
     assert max(rates) > 20
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_decoding_options_write_the_same_text_with_drafts(tmp_path, monkeypatch, capsys):
+    lsjax.save(
+        random_params(model_config(vocab_size=258, num_hidden_layers=3), seed=0, deep_from=1, deep_scale=0.1),
+        tmp_path / "model",
+    )
+    write_byte_tokenizer(tmp_path / "model")
+    monkeypatch.setattr("sys.argv", ["decoding_options.py", str(tmp_path / "model"), "1"])
+    runpy.run_path(str(EXAMPLES / "decoding_options.py"), run_name="__main__")  # it asserts that texts are equal
+    out = capsys.readouterr().out
+    kept = [(int(some), int(of)) for some, of in re.findall(r"(\d+) of (\d+) drafts kept", out)]
+    assert len(kept) == 7
+    assert all(some <= of for some, of in kept)
+    assert max(some for some, _ in kept) > 5
+    assert len(re.findall(r": -?\d+\.\d+, \[", out)) == 4

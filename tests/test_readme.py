@@ -10,17 +10,20 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.demo
 def test_the_api_example_runs_as_it_stands(capsys):
-    code, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code, options, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(code.strip().splitlines()) <= 12
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
     text = capsys.readouterr().out
     assert text.startswith("The capital of France is")
     assert scope["logits"].shape == (len(scope["tokens"]), scope["params"].config.vocab_size)
+    exec(compile(options, "README.md", "exec"), scope)
+    assert capsys.readouterr().out.startswith("The capital of France is")
+    assert scope["out"].scores.top_tokens.shape == (len(scope["tokens"]) + 24, 5)
 
 
 def test_the_experiment_runs_as_it_stands():
-    _, code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    *_, code = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
     assert scope["rates"].shape == (32,)

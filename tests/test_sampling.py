@@ -12,6 +12,7 @@ from scipy import stats
 from support import compiled_programs, random_params
 
 import lsjax
+from lsjax import processors as ready
 from lsjax.decode import generate as generate_module
 from lsjax.decode.sampling import Sampling, make_sampling
 
@@ -91,7 +92,7 @@ def texts(params, new: int, **options: Any) -> np.ndarray:
     return np.asarray(out.tokens)[:, len(PROMPT) :]
 
 
-def exact(params, new: int, **options) -> np.ndarray:
+def exact(params, new: int, processors: Any = (), **options) -> np.ndarray:
     """The probability of every text of ``new`` tokens, ``[VOCAB] * new``, from full forwards in NumPy float64."""
     found = np.ones(())
     for length in range(new):
@@ -100,6 +101,9 @@ def exact(params, new: int, **options) -> np.ndarray:
         )
         rows = np.concatenate([np.tile(PROMPT, (len(prefixes), 1)), prefixes], axis=1)
         logits = np.asarray(lsjax.forward(params, rows), np.float32)[:, -1]
+        for processor in processors:
+            logits = processor(jnp.asarray(logits), rows, np.full(len(rows), rows.shape[1]))
+        logits = np.asarray(logits)
         if options:
             logits = filtered(logits, **options)
         p = np.exp(logits.astype(np.float64) - logits.max(axis=-1, keepdims=True))
@@ -163,6 +167,28 @@ def test_whole_texts_are_distributed_as_plain_sampling_writes_them(params, progr
 def test_each_option_alone(params, options):
     found = texts(params, 2, exit_layer=1, num_speculations=2, **options)
     assert p_value(found, exact(params, 2, **options)) > 0.001 / 4
+
+
+def test_with_everything_that_changes_drafts_and_logits(params):
+    """Fewer and shorter drafts, of some ids only, and a history that each draft changes."""
+    options: dict[str, Any] = {"temperature": 1.2, "top_k": 8}
+    processors = [ready.RepetitionPenalty(1.8), ready.NoRepeatNgram(2), ready.LogitBias([2, 5], [1.0, -0.5])]
+    drafting = {"confidence_threshold": 0.45, "num_speculations_schedule": "heuristic"}
+    prepared = lsjax.prepare(params, draft_vocab=np.arange(1, 9))
+    expected = exact(params, 3, processors, **options)
+    assert 0.5 * np.abs(expected - exact(params, 3, **options)).sum() > 0.2
+    for process_drafts in (True, False):
+        found = texts(
+            prepared,
+            3,
+            exit_layer=1,
+            num_speculations=2,
+            processors=processors,
+            process_drafts=process_drafts,
+            **options,
+            **drafting,
+        )
+        assert p_value(found, expected) > 0.001 / 2
 
 
 def unfiltered_q(self, logits, positions):

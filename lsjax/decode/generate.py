@@ -14,7 +14,9 @@ from jax import lax
 
 from lsjax.checks import check_int, check_params, is_traced
 from lsjax.decode.folding import fold_rows
+from lsjax.decode.options import make_options
 from lsjax.decode.prefill import start
+from lsjax.decode.processors import Processor
 from lsjax.decode.prompts import read_prompts
 from lsjax.decode.request import (
     MAX_NEW_TOKENS,
@@ -27,8 +29,9 @@ from lsjax.decode.request import (
     warn_beyond_trained_length,
 )
 from lsjax.decode.round import run_round
-from lsjax.decode.sampling import make_sampling
-from lsjax.decode.state import Plan, Stats
+from lsjax.decode.state import Plan, Stats, slack
+from lsjax.decode.stopping import NO_TOKEN
+from lsjax.decode.token_scores import TokenScores
 from lsjax.params import Model
 
 
@@ -39,11 +42,13 @@ class GenerateOutput(flax.struct.PyTreeNode):
         tokens: int32 ``[batch, prompt + max_new_tokens]``: each row its own prompt, its new tokens, then padding.
         lengths: int32 ``[batch]``: prompt and new tokens, EOS included.
         stats: what the rounds did; ``.acceptance_rate``, ``.tokens_per_round``.
+        scores: log-probabilities of the new tokens; None where they were not asked for.
     """
 
     tokens: jax.Array
     lengths: jax.Array
     stats: Stats
+    scores: TokenScores | None = None
 
 
 def generate(
@@ -65,6 +70,13 @@ def generate(
     top_p: Any = None,
     min_p: Any = None,
     greedy_drafts: bool = False,
+    processors: Processor | Iterable[Processor] | None = None,
+    process_drafts: bool = True,
+    stop_sequences: Any = None,
+    log_probs: bool = False,
+    top_n: int | None = None,
+    confidence_threshold: Any = None,
+    num_speculations_schedule: str = "constant",
 ) -> GenerateOutput:
     """Continues prompts, with an exit layer by self-speculative decoding (LayerSkip, arXiv 2404.16710).
 
@@ -97,6 +109,20 @@ def generate(
         min_p: of these keeps those at least so many times as probable as the most probable one, in [0, 1].
         greedy_drafts: static; drafts are the early layers' most probable tokens instead of drawn ones. Either way the
             text is distributed the same; it changes how many drafts are kept.
+        processors: one or several functions ``(logits, tokens, lengths) -> logits`` that change float32
+            ``[batch, vocab]`` by the text so far before a token is chosen (before temperature and filters), first to
+            last; :mod:`lsjax.processors` has ready ones and says what they may do. Each position sees prompt, accepted
+            tokens and the drafts before it, each token once.
+        process_drafts: static; whether drafts are chosen from processed logits too. Either way the text is the same.
+        stop_sequences: sequences of ids, such as ``[[13, 198], [2]]``, at the end of the earliest of which a row ends;
+            it is kept, as an EOS is. One that began in the prompt does not count. Or an int array ``[count, width]`` or
+            ``[batch, count, width]``, filled up with -1.
+        log_probs: static; whether to return ``scores``, the new tokens' log-probabilities.
+        top_n: static; of each position so many of the most probable tokens with them.
+        confidence_threshold: in 0..1; a row drafts no more this round after a draft from early layers whose most
+            probable token (before temperature) was less probable than this. It changes speed and never the text.
+        num_speculations_schedule: static; ``"constant"``, or ``"heuristic"``: a row drafts 2 tokens more (up to
+            ``num_speculations``, with which it begins) after a round of which all were kept, else 1 less, at least 1.
 
     Raises:
         ValueError: says what was expected and what came.
@@ -123,6 +149,13 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         greedy_drafts=greedy_drafts,
+        processors=processors,
+        process_drafts=process_drafts,
+        stop_sequences=stop_sequences,
+        log_probs=log_probs,
+        top_n=top_n,
+        confidence_threshold=confidence_threshold,
+        num_speculations_schedule=num_speculations_schedule,
     )
     found = _generate(params, call.request, call.plan, call.capacity)
     return _trim(found, call.request.pad, call.width, call.single)
@@ -168,7 +201,7 @@ def _read_call(
     eos_token_id: int | Iterable[int] | jax.Array | None = None,
     pad_token_id: int | jax.Array | None = None,
     capacity: int | None = None,
-    **sampling: Any,
+    **others: Any,
 ) -> _Call:
     check_params(params)
     plan = make_plan(params.config, exit_layer, num_speculations, strategy)
@@ -176,14 +209,14 @@ def _read_call(
     max_new_tokens = check_int("max_new_tokens", max_new_tokens, 1)
     width, longest = prompts.width, prompts.longest
     limits = prompts.lengths + np.int32(max_new_tokens)
-    drawn = make_sampling(prompts.tokens.shape[0], **sampling)
-    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, drawn)
-    eager = not is_traced(params, request)
+    eager = not is_traced(params, prompts, eos_token_id, pad_token_id, others)
     if capacity is not None:
         held = check_capacity(capacity, width, longest + max_new_tokens)
     else:
         held = choose_capacity(params.config, prompts, max_new_tokens, eager)
     warn_beyond_trained_length(params.config, longest + max_new_tokens, callers=2)
+    options = make_options(params.config, prompts.tokens.shape[0], held + slack(plan), **others)
+    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, options)
     if eager:
         request = request.to_bucket(held).place_like(tokens)
     return _Call(request, plan, held, width + max_new_tokens, prompts.single)
@@ -194,7 +227,7 @@ def _generate(params: Model, request: Request, plan: Plan, capacity: int) -> Gen
     def run(params: Model, request: Request) -> GenerateOutput:
         state = start(params, request, plan, capacity)
         state = lax.while_loop(lambda state: state.active, functools.partial(run_round, params), state)
-        return GenerateOutput(state.tokens, state.lengths, state.stats)
+        return GenerateOutput(state.tokens, state.lengths, state.stats, state.scores)
 
     # Token ids have no gradient; without this a caller's grad would meet the loop, which has no reverse mode.
     return fold_rows(run)(lax.stop_gradient(params), request)
@@ -206,10 +239,18 @@ def _trim(found: GenerateOutput, pad: Any, width: int, single: bool) -> Generate
     placed = None if traced else found.lengths.sharding
     xp: Any = jnp if traced else np
     found, pad = (found, pad) if traced else jax.tree.map(np.asarray, (found, pad))
-    tokens = found.tokens[:, :width]
-    if tokens.shape[1] < width:
-        missing = xp.broadcast_to(pad[:, None], (tokens.shape[0], width - tokens.shape[1]))
-        tokens = xp.concatenate([tokens, missing], axis=1)
-    found = found.replace(tokens=tokens)
+
+    def cut(values: Any, padding: Any) -> Any:
+        values = values[:, :width]
+        if missing := width - values.shape[1]:
+            shape = (values.shape[0], missing, *values.shape[2:])
+            values = xp.concatenate([values, xp.broadcast_to(padding, shape).astype(values.dtype)], axis=1)
+        return values
+
+    scores = found.scores
+    if scores is not None:
+        fill = {"top_tokens": NO_TOKEN}
+        scores = scores.replace(**{k: cut(v, fill.get(k, 0)) for k, v in vars(scores).items() if v is not None})
+    found = found.replace(tokens=cut(found.tokens, pad[:, None]), scores=scores)
     found = jax.tree.map(lambda x: x[0], found) if single else found
     return found if traced else jax.device_put(found, None if single else placed)

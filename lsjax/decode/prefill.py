@@ -12,6 +12,8 @@ import numpy as np
 
 from lsjax.checks import check_int, check_params, is_traced
 from lsjax.decode.folding import fold_rows
+from lsjax.decode.options import changed, make_options
+from lsjax.decode.processors import Processor
 from lsjax.decode.prompts import read_prompts, to_bucket
 from lsjax.decode.request import (
     MAX_NEW_TOKENS,
@@ -23,8 +25,8 @@ from lsjax.decode.request import (
     make_request,
     warn_beyond_trained_length,
 )
-from lsjax.decode.sampling import make_sampling
 from lsjax.decode.state import DecodeState, Plan, check_usable, empty_stats, slack
+from lsjax.decode.token_scores import empty_scores
 from lsjax.params import Model
 
 
@@ -48,6 +50,13 @@ def prefill(
     top_p: Any = None,
     min_p: Any = None,
     greedy_drafts: bool = False,
+    processors: Processor | Iterable[Processor] | None = None,
+    process_drafts: bool = True,
+    stop_sequences: Any = None,
+    log_probs: bool = False,
+    top_n: int | None = None,
+    confidence_threshold: Any = None,
+    num_speculations_schedule: str = "constant",
 ) -> DecodeState:
     """Reads prompts into a decode state for :func:`~lsjax.decode.round.decode_round`, or continues one at an offset.
 
@@ -77,14 +86,35 @@ def prefill(
         top_p: likewise.
         min_p: likewise.
         greedy_drafts: static.
+        processors: of the logits.
+        process_drafts: static.
+        stop_sequences: sequences of ids that end a row.
+        log_probs: static; whether the state keeps ``scores``.
+        top_n: static.
+        confidence_threshold: below which drafting ends.
+        num_speculations_schedule: static.
 
     Raises:
         ValueError: says what was expected and what came.
     """
-    drawing = {"key": key, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    given = {
+        "key": key,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "greedy_drafts": greedy_drafts,
+        "processors": processors,
+        "process_drafts": process_drafts,
+        "stop_sequences": stop_sequences,
+        "log_probs": log_probs,
+        "top_n": top_n,
+        "confidence_threshold": confidence_threshold,
+        "num_speculations_schedule": num_speculations_schedule,
+    }
     if state is not None:
-        options = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id, *drawing.values())
-        if greedy_drafts or any(option is not None for option in options):
+        fixed = (capacity, exit_layer, num_speculations, strategy, eos_token_id, pad_token_id)
+        if any(option is not None for option in (*fixed, *changed(given))):
             raise ValueError(
                 "a state that is continued keeps its options: give tokens, lengths and max_new_tokens only"
             )
@@ -103,8 +133,8 @@ def prefill(
         held = check_capacity(capacity, width, longest + (1 if new is None else new))
     warn_beyond_trained_length(params.config, longest if new is None else longest + new)
     limits = np.full(prompts.lengths.shape, held, np.int32) if new is None else prompts.lengths + np.int32(new)
-    drawn = make_sampling(prompts.tokens.shape[0], **drawing, greedy_drafts=greedy_drafts)
-    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, drawn)
+    options = make_options(params.config, prompts.tokens.shape[0], held + slack(plan), **given)
+    request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, options)
     if eager:
         request = request.to_bucket(held).place_like(tokens)
     return start(params, request, plan, held)
@@ -113,7 +143,7 @@ def prefill(
 @functools.partial(jax.jit, static_argnames=("plan", "capacity"))
 def start(params: Model, request: Request, plan: Plan, capacity: int) -> DecodeState:
     """The state before the first round: every layer has read all prompt tokens but the last."""
-    batch, width = request.tokens.shape
+    (batch, width), options = request.tokens.shape, request.options
     slots = capacity + slack(plan)
     cache = params.init_cache(batch, slots, plan.num_layers)
     with jax.named_scope("prefill"):
@@ -130,7 +160,10 @@ def start(params: Model, request: Request, plan: Plan, capacity: int) -> DecodeS
         done=request.lengths >= request.limits,
         eos=request.eos,
         pad=request.pad,
-        sampling=request.sampling,
+        begins=request.lengths,
+        draft_lengths=jnp.full_like(request.lengths, plan.num_speculations),
+        options=options,
+        scores=empty_scores(batch, slots, options.top_n) if options.log_probs else None,
         cache=cache,
         stats=empty_stats(batch, plan),
         plan=plan,
@@ -202,5 +235,7 @@ def _append(params: Model, rows: tuple[jax.Array, jax.Array, jax.Array | None, D
         lengths=total,
         limits=limits,
         done=jnp.where(lengths == 0, state.done, total >= limits),
+        begins=jnp.where(lengths == 0, state.begins, total),
+        scores=None if state.scores is None else state.scores.where(jnp.arange(slots) < state.lengths[:, None]),
         cache=cache,
     )

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsjax.checks import as_array, check_int, is_traced
+from lsjax.decode.folding import Shared
 from lsjax.decode.stopping import NO_TOKEN
 
 Processor = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -219,6 +220,8 @@ class Processors(flax.struct.PyTreeNode):
         run = dict(zip(_OF_THE_RUN, (prompt_lengths, eos_token_id), strict=True))
 
         def bound(member: Any) -> Any:
+            if isinstance(member, Shared):
+                member = member.value
             if not isinstance(member, flax.struct.PyTreeNode):
                 return member
             return member.replace(**{k: v for k, v in run.items() if getattr(member, k, v) is None})
@@ -226,9 +229,9 @@ class Processors(flax.struct.PyTreeNode):
         return Processors(tuple(map(bound, self.members)))
 
     def to_rows(self, batch: int) -> Processors:
-        """The same with every array of the ready processors ``[batch, ...]``, so that it may be cut and joined by rows.
+        """The same as a part of a batch's rows: every array of the ready processors is ``[batch, ...]``.
 
-        Arrays in pytrees of the caller's own stay as they are.
+        Arrays in pytrees of the caller's own stay as they are, for all rows, until ``bind``.
         """
 
         def rows(name: str, value: Any, kind: Kind) -> Any:
@@ -237,7 +240,11 @@ class Processors(flax.struct.PyTreeNode):
             xp: Any = jnp if isinstance(value, jax.Array) else np
             return xp.broadcast_to(value, (batch, *np.shape(value)))
 
-        return Processors(tuple(map_values(rows, member) for member in self.members))
+        def member_rows(member: Any) -> Any:
+            own = not isinstance(member, Builtin | Shared) and jax.tree.leaves(member)
+            return Shared(member) if own else map_values(rows, member)
+
+        return Processors(tuple(map(member_rows, self.members)))
 
 
 def compose(processors: Processor | Iterable[Processor]) -> Processors:

@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsjax.checks import as_array, check_vocabulary, is_traced, read_tokens
 from lsjax.config import LlamaConfig
+from lsjax.decode.folding import put_shared, take_shared
 
 LEAST_WIDTH = 16  # the smallest bucket
 
@@ -105,13 +106,18 @@ def to_bucket(tokens: Any, most: int | None = None) -> Any:
 
 
 def place_like(rows: Any, tokens: Any) -> Any:
-    """Arrays ``[batch, ...]`` on the devices that the caller's ``tokens`` ``[batch, length]`` lie on, row by row."""
+    """Arrays ``[batch, ...]`` on the devices that the caller's ``tokens`` ``[batch, length]`` lie on, row by row.
+
+    What the rows share lies whole on each.
+    """
     sharding = getattr(tokens, "sharding", None)
     if not isinstance(sharding, NamedSharding) or tokens.ndim < 2:
         return rows
     given: Any = sharding.mesh
     mesh = Mesh(given.devices, given.axis_names)  # automatic axes
-    return jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*sharding.spec[:1])))
+    rows, shared = take_shared(rows)
+    rows = jax.device_put(rows, NamedSharding(mesh, PartitionSpec(*sharding.spec[:1])))
+    return put_shared(rows, jax.device_put(shared, NamedSharding(mesh, PartitionSpec())))
 
 
 def _align(rows: Any, mask: Any) -> tuple[Any, Any, Any]:

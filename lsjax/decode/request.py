@@ -10,8 +10,8 @@ import numpy as np
 
 from lsjax.checks import check_depth, check_int, is_traced
 from lsjax.config import LlamaConfig, token_ids
+from lsjax.decode.options import Options
 from lsjax.decode.prompts import Prompts, bucket, place_like, to_bucket
-from lsjax.decode.sampling import Sampling
 from lsjax.decode.state import Plan
 from lsjax.decode.stopping import eos_array
 
@@ -30,7 +30,7 @@ class Request(NamedTuple):
         limits: int32 ``[batch]``, the length at which a row is done.
         eos: int32 ``[batch, count]``, ids that end each row, filled up with -1.
         pad: int32 ``[batch]``, the id of padding.
-        sampling: how tokens are drawn; None: greedy decoding.
+        options: what else is wanted.
     """
 
     tokens: Any
@@ -38,7 +38,7 @@ class Request(NamedTuple):
     limits: Any
     eos: Any
     pad: Any
-    sampling: Sampling | None = None
+    options: Options = Options()
 
     def to_bucket(self, capacity: int) -> Request:
         """The same with prompts padded to one of few widths, for concrete prompts."""
@@ -55,7 +55,7 @@ def make_request(
     limits: Any,
     eos_token_id: Any,
     pad_token_id: Any,
-    sampling: Sampling | None,
+    options: Options,
 ) -> Request:
     """Prompts with their limits and special ids; these are values that may be traced, unlike the number of EOS ids."""
     if is_traced(eos_token_id):
@@ -70,7 +70,7 @@ def make_request(
     batch = prompts.tokens.shape[0]
     xp: Any = jnp if is_traced(eos, pad) else np
     eos, pad = xp.broadcast_to(eos, (batch, *eos.shape)), xp.broadcast_to(pad, (batch,))
-    return Request(prompts.tokens, prompts.lengths, limits, eos, pad, sampling)
+    return Request(prompts.tokens, prompts.lengths, limits, eos, pad, options)
 
 
 def make_plan(config: LlamaConfig, exit_layer: int | None, num_speculations: int, strategy: str | None) -> Plan:

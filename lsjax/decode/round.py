@@ -8,6 +8,7 @@ kept up to the first that the full model would not have written, and one more to
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import flax.struct
 import jax
@@ -15,10 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from lsjax.checks import check_depth
-from lsjax.decode.folding import fold_rows
+from lsjax.decode.folding import fold_rows, write_rows
 from lsjax.decode.sampling import accept_greedy, greedy
 from lsjax.decode.state import DecodeState, Stats, check_model, check_usable
-from lsjax.decode.stopping import first_eos
+from lsjax.decode.stopping import at_eos, at_stop, first_end
+from lsjax.decode.token_scores import score_tokens
 from lsjax.model.cache import LayerCache
 from lsjax.params import Model
 
@@ -48,13 +50,28 @@ class Verification(flax.struct.PyTreeNode):
     """What the full model says to a draft.
 
     Attributes:
-        targets: int32 ``[batch, K + 1]``, its own most probable token after each of the positions n - 1 to n - 1 + K.
-        logits: float32 ``[batch, K + 1, vocab]``, of which tokens are drawn; None where decoding is greedy.
+        targets: int32 ``[batch, K + 1]``, its own choice after each of the positions n - 1 to n - 1 + K, if greedy.
+        logits: float32 ``[batch, K + 1, vocab]``, its logits there; None where nothing but ``targets`` is wanted.
+        processed: the same after the processors; None where there are none.
         cache: the deep layers' caches with these positions written.
     """
 
     targets: jax.Array
     logits: jax.Array | None
+    processed: jax.Array | None
+    cache: tuple[LayerCache, ...]
+
+
+class _Drafting(NamedTuple):
+    """What a draft step hands on to the next; ``text`` is the state's tokens with the drafts behind them."""
+
+    step: jax.Array
+    token: jax.Array
+    tokens: jax.Array
+    counts: jax.Array
+    text: jax.Array | None
+    probs: jax.Array | None
+    hidden: jax.Array
     cache: tuple[LayerCache, ...]
 
 
@@ -62,8 +79,8 @@ class Verification(flax.struct.PyTreeNode):
 def draft(params: Model, state: DecodeState, *, num_layers: int | None = None) -> Draft:
     """Drafts with the first layers, one token at a time, each step writing the caches that verification shares.
 
-    After the last draft its early layers run once more without the head, so that full acceptance leaves no hole. Near
-    the limit the loop ends early: it takes as many steps as some row has use for.
+    After the last draft its early layers run once more without the head, so that full acceptance leaves no hole. The
+    loop takes as many steps as some row has use for: fewer near the limit, and where no row is confident enough.
 
     Args:
         params: the model.
@@ -76,48 +93,63 @@ def draft(params: Model, state: DecodeState, *, num_layers: int | None = None) -
         depth = check_depth("num_layers", num_layers, params.config)
         if depth > state.plan.num_layers:
             raise ValueError(f"num_layers: expected at most the state's {state.plan.num_layers} layers, got {depth}")
-    batch, width = state.tokens.shape[0], state.plan.num_speculations
-    counts = state.draft_counts
-    start, zero, sampling = state.lengths - 1, jnp.int32(0), state.sampling
+    batch, width, options = state.tokens.shape[0], state.plan.num_speculations, state.options
+    sampling, zero = options.sampling, jnp.int32(0)
 
-    def early(token, index, hidden, cache):
-        hidden_in = params.embed(token[:, None])
-        step, cache = params.run_layers(hidden_in, cache, start + index, hi=depth, capacity=state.capacity)
-        return step, lax.dynamic_update_slice(hidden, step, (zero, index, zero)), cache
+    def early(now: _Drafting) -> tuple[jax.Array, jax.Array, tuple[LayerCache, ...]]:
+        at = state.lengths - 1 + now.step
+        step, cache = params.run_layers(
+            params.embed(now.token[:, None]), now.cache, at, hi=depth, capacity=state.capacity
+        )
+        return step, lax.dynamic_update_slice(now.hidden, step, (zero, now.step, zero)), cache
 
-    def one(index, carry):
-        token, tokens, probs, hidden, cache = carry
-        step, hidden, cache = early(token, index, hidden, cache)
-        logits = params.logits(step[:, 0])
+    def one(now: _Drafting) -> _Drafting:
+        step, hidden, cache = early(now)
+        logits, position = params.draft_logits(step[:, 0]), state.lengths + now.step
+        text, probs, counts = now.text, now.probs, now.counts
+        if text is not None:
+            logits = state.process(logits, text, position)
         if sampling is None:
             token, drawn_from = greedy(logits), None
         else:
-            token, drawn_from = sampling.draw_draft(logits, state.lengths + index)
-        if drawn_from is not None:
-            probs = lax.dynamic_update_slice(probs, drawn_from[:, None], (zero, index, zero))
-        return token, lax.dynamic_update_slice(tokens, token[:, None], (zero, index)), probs, hidden, cache
+            token, drawn_from = sampling.draw_draft(logits, position)
+        if text is not None:
+            text = write_rows(text, token[:, None], position)
+        if drawn_from is not None and probs is not None:
+            probs = lax.dynamic_update_slice(probs, drawn_from[:, None], (zero, now.step, zero))
+        if options.confidence_threshold is not None:
+            # By what is known before the draw, and after a draft that counts: a draft left out for what it is would
+            # leave the others with another distribution than q.
+            confidence = jnp.exp(logits.max(axis=-1) - jax.nn.logsumexp(logits, axis=-1))
+            last = confidence < options.confidence_threshold
+            counts = jnp.where(last, jnp.minimum(counts, now.step + 1), counts)
+        tokens = lax.dynamic_update_slice(now.tokens, token[:, None], (zero, now.step))
+        return _Drafting(now.step + 1, token, tokens, counts, text, probs, hidden, cache)
 
-    with jax.named_scope("draft"):
-        token, cache = state.last_token, state.cache[:depth]
-        tokens = jnp.zeros((batch, width), jnp.int32)
-        hidden = jnp.zeros((batch, width + 1, params.config.hidden_size), params.dtype)
-        probs = None
-        if sampling is not None and not sampling.greedy_drafts:
-            probs = jnp.zeros((batch, width, params.config.vocab_size), jnp.float32)
-        steps = jnp.int32(0)
-        if width:
-            steps = jnp.max(counts)
-            carry = token, tokens, probs, hidden, cache
-            token, tokens, probs, hidden, cache = lax.fori_loop(zero, steps, one, carry)
+    now = _Drafting(
+        step=zero,
+        token=state.last_token,
+        tokens=jnp.zeros((batch, width), jnp.int32),
+        counts=state.draft_counts,
+        text=None if options.processors is None or not options.process_drafts else state.tokens,
+        probs=None,
+        hidden=jnp.zeros((batch, width + 1, params.config.hidden_size), params.dtype),
+        cache=state.cache[:depth],
+    )
+    if sampling is not None and not sampling.greedy_drafts:
+        now = now._replace(probs=jnp.zeros((batch, width, params.config.vocab_size), jnp.float32))
+    if width:
+        with jax.named_scope("draft"):
+            now = lax.while_loop(lambda now: now.step < jnp.max(now.counts), one, now)
     with jax.named_scope("last_draft"):
-        _, hidden, cache = early(token, steps, hidden, cache)
-    return Draft(tokens, counts, probs, hidden, cache, depth)
+        _, hidden, cache = early(now)
+    return Draft(now.tokens, now.counts, now.probs, hidden, cache, depth)
 
 
 @jax.jit
 def verify(params: Model, state: DecodeState, drafted: Draft) -> Verification:
     """Runs the layers after the exit over the kept hidden states, all positions at once, then the head."""
-    exit_layer, num_layers = drafted.exit_layer, state.plan.num_layers
+    exit_layer, num_layers, options = drafted.exit_layer, state.plan.num_layers, state.options
     with jax.named_scope("verify"):
         hidden, cache = params.run_layers(
             drafted.hidden,
@@ -127,36 +159,64 @@ def verify(params: Model, state: DecodeState, drafted: Draft) -> Verification:
             hi=num_layers,
             capacity=state.capacity,
         )
-        logits = params.logits(hidden)
-        return Verification(greedy(logits), None if state.sampling is None else logits, cache)
+        logits, processed = params.logits(hidden), None
+        if options.processors is not None:
+            # Of the drafts each position sees those before it.
+            text = write_rows(state.tokens, drafted.tokens, state.lengths)
+            seen = state.lengths[:, None] + jnp.arange(logits.shape[1])
+            processed = jax.vmap(state.process, in_axes=(1, None, 1), out_axes=1)(logits, text, seen)
+        targets = greedy(logits if processed is None else processed)
+        if options.sampling is None and not options.log_probs:
+            logits = processed = None
+        return Verification(targets, logits, processed, cache)
 
 
 def commit(state: DecodeState, drafted: Draft, verification: Verification) -> DecodeState:
-    """Accepts drafts and one token more, up to an EOS; rewinds by what the length says.
+    """Accepts drafts and one token more, up to an EOS or a stop sequence; rewinds by what the length says.
 
     Greedy: the longest prefix of what the full model would have written; else by speculative sampling.
     """
     with jax.named_scope("commit"):
-        if state.sampling is None or verification.logits is None:
-            targets = verification.targets
+        options, targets = state.options, verification.targets
+        logits = verification.logits if verification.processed is None else verification.processed
+        if options.sampling is None or logits is None:
             accepted = accept_greedy(drafted.tokens, targets, drafted.counts)
         else:
-            accepted, targets = state.sampling.accept(
-                drafted.tokens, drafted.probs, verification.logits, drafted.counts, state.lengths
+            accepted, targets = options.sampling.accept(
+                drafted.tokens, drafted.probs, logits, drafted.counts, state.lengths
             )
         slot = jnp.arange(targets.shape[1])
-        end = first_eos(targets, slot <= accepted[:, None], state.eos)
+        ends = at_eos(targets, state.eos)
+        if options.stops is not None:
+            ends |= at_stop(state.tokens, targets, state.begins, state.lengths, options.stops)
+        end = first_end(slot <= accepted[:, None], ends)
         count = jnp.where(state.done, 0, jnp.minimum(accepted, end) + 1)
-        kept = jnp.where(slot < count[:, None], targets, state.pad[:, None])
-        write = jax.vmap(lambda row, block, start: lax.dynamic_update_slice(row, block, (start,)))
+        written = slot < count[:, None]
+        scores = state.scores
+        if scores is not None and verification.logits is not None and logits is not None:
+            chosen_from = logits if options.sampling is None else options.sampling.filter(logits)
+            same = verification.processed is None and options.sampling is None
+            block = score_tokens(targets, verification.logits, None if same else chosen_from, options.top_n)
+            scores = scores.put(block.where(written), state.lengths)
         lengths = state.lengths + count
         return state.replace(
-            tokens=write(state.tokens, kept, state.lengths),
+            tokens=write_rows(state.tokens, jnp.where(written, targets, state.pad[:, None]), state.lengths),
             lengths=lengths,
             done=state.done | (end < targets.shape[1]) | (lengths >= state.limits),
+            draft_lengths=_next_draft_lengths(state, drafted.counts, accepted),
+            scores=scores,
             cache=drafted.cache + verification.cache,
             stats=_count(state, drafted.counts, accepted, end, count),
         )
+
+
+def _next_draft_lengths(state: DecodeState, counts: jax.Array, accepted: jax.Array) -> jax.Array:
+    """The schedule of transformers' assisted generation, a row at a time: 2 more where all were kept, else 1 less."""
+    lengths, most = state.draft_lengths, state.plan.num_speculations
+    if state.options.schedule == "constant" or not most:
+        return lengths
+    moved = jnp.clip(jnp.where(accepted == counts, lengths + 2, lengths - 1), 1, most)
+    return jnp.where(counts > 0, moved, lengths)
 
 
 def _count(state: DecodeState, counts: jax.Array, accepted: jax.Array, end: jax.Array, count: jax.Array) -> Stats:

@@ -211,10 +211,10 @@ def make_sampling(
         ValueError: a value that makes no distribution, or sampling without a key.
     """
     options = {
-        "temperature": _option("temperature", temperature, batch, "a finite number of at least 0", _is_temperature),
-        "top_k": _option("top_k", top_k, batch, "an int of at least 1", lambda x: x >= 1, np.int32),
-        "top_p": _option("top_p", top_p, batch, "a number above 0, at most 1", lambda x: (x > 0) & (x <= 1)),
-        "min_p": _option("min_p", min_p, batch, "a number in 0..1", lambda x: (x >= 0) & (x <= 1)),
+        "temperature": row_values("temperature", temperature, batch, "a finite number of at least 0", _is_temperature),
+        "top_k": row_values("top_k", top_k, batch, "an int of at least 1", lambda x: x >= 1, np.int32),
+        "top_p": row_values("top_p", top_p, batch, "a number above 0, at most 1", lambda x: (x > 0) & (x <= 1)),
+        "min_p": row_values("min_p", min_p, batch, "a number in 0..1", lambda x: (x >= 0) & (x <= 1)),
     }
     if not isinstance(greedy_drafts, bool):
         raise ValueError(f"greedy_drafts: expected True or False, got {greedy_drafts!r}")
@@ -232,8 +232,17 @@ def _is_temperature(x: Any) -> Any:
     return (x >= 0) & (x < math.inf)
 
 
-def _option(name: str, value: Any, batch: int, expected: str, is_good: Any, dtype: Any = np.float32) -> Any:
-    """One value a row; NumPy where it is concrete."""
+def row_values(name: str, value: Any, batch: int, expected: str, is_good: Any, dtype: Any = np.float32) -> Any:
+    """A number or ``[batch]`` of them as one value a row, NumPy where it is concrete; None stays.
+
+    Args:
+        name: the option's.
+        value: what the caller gave.
+        batch: rows.
+        expected: what concrete values must be, in words.
+        is_good: the same as a function of an array.
+        dtype: float32, or int32, to which larger integers are cut.
+    """
     if value is None:
         return None
     if is_traced(value):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 
 from lsjax.checks import check_params, is_traced
 from lsjax.config import LlamaConfig
-from lsjax.decode.sampling import Sampling
+from lsjax.decode.options import Options
+from lsjax.decode.token_scores import TokenScores
 from lsjax.model.cache import LayerCache
 from lsjax.params import Model
 
@@ -72,7 +73,10 @@ class DecodeState(flax.struct.PyTreeNode):
         done: bool ``[batch]``, rows that reached an EOS or their limit. They change no more.
         eos: int32 ``[batch, count]``, ids that end each row, filled up with -1, which is no id.
         pad: int32 ``[batch]``, the id of padding.
-        sampling: how tokens are drawn; None: greedy decoding.
+        begins: int32 ``[batch]``, where each row's new tokens begin: after the prompt, or after what continued it last.
+        draft_lengths: int32 ``[batch]``, the most drafts that each row makes in its next round.
+        options: how tokens are chosen and rows end.
+        scores: of the new tokens; None where they were not asked for.
         cache: keys and values of the first ``plan.num_layers`` layers.
         stats: what was done so far.
         plan: static.
@@ -85,7 +89,10 @@ class DecodeState(flax.struct.PyTreeNode):
     done: jax.Array
     eos: jax.Array
     pad: jax.Array
-    sampling: Sampling | None
+    begins: jax.Array
+    draft_lengths: jax.Array
+    options: Options
+    scores: TokenScores | None
     cache: tuple[LayerCache, ...]
     stats: Stats
     plan: Plan = flax.struct.field(pytree_node=False)
@@ -104,8 +111,19 @@ class DecodeState(flax.struct.PyTreeNode):
     @property
     def draft_counts(self) -> jax.Array:
         """int32 ``[batch]``: drafts that each row can use now; a round commits one token more than it accepts."""
-        useful = jnp.clip(self.limits - self.lengths - 1, 0, self.plan.num_speculations)
+        useful = jnp.clip(self.limits - self.lengths - 1, 0, self.draft_lengths)
         return jnp.where(self.done, 0, useful)
+
+    def process(self, logits: jax.Array, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+        """Logits as the processors leave them.
+
+        Args:
+            logits: float32 ``[batch, vocab]``.
+            tokens: int32 ``[batch, slots]``, the text that they follow.
+            lengths: int32 ``[batch]``, how much of it there is.
+        """
+        processors = self.options.processors
+        return logits if processors is None else processors.bind(self.begins, self.eos)(logits, tokens, lengths)
 
     @property
     def active(self) -> jax.Array:

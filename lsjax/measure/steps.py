@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from lsjax.checks import check_depth, check_int, check_params
+from lsjax.decode.options import Options
 from lsjax.decode.round import Draft, draft, run_round, verify
 from lsjax.decode.state import DecodeState, Plan, empty_stats, slack
 from lsjax.measure.bandwidth import cache_bytes, read_bandwidth, step_bytes
@@ -171,7 +172,10 @@ def _start(params: Model, plan: Plan, batch: int, length: int, capacity: int, nu
         done=rows > 0,
         eos=rows[:, None] - 1,
         pad=rows,
-        sampling=None,
+        begins=rows + length,
+        draft_lengths=rows + plan.num_speculations,
+        options=Options(),
+        scores=None,
         cache=params.init_cache(batch, slots, num_caches or plan.num_layers),
         stats=empty_stats(batch, plan),
         plan=plan,

@@ -156,6 +156,33 @@ class Head(nn.Module):
         return dot(x, weight, transposed=self.transposed, dtype=jnp.float32)
 
 
+class DraftHead(nn.Module):
+    """The output projection to some ids only, for drafts: those of a vocabulary that is read in a fraction of the time.
+
+    Its parameters are ``weight`` ``[count, hidden]`` and ``columns``, int32 ``[vocab]``: where in these each id is, and
+    ``count`` for an id that is not among them.
+
+    Attributes:
+        config: the model's configuration.
+        count: ids.
+    """
+
+    config: LlamaConfig
+    count: int
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """``[..., hidden]`` to float32 ``[..., vocab]``, -inf for the other ids."""
+        initializer = nn.initializers.normal(self.config.initializer_range)
+        weight = self.param("weight", initializer, (self.count, self.config.hidden_size), self.param_dtype)
+        columns = self.param("columns", nn.initializers.zeros, (self.config.vocab_size,), jnp.int32)
+        x, weight = promote_dtype(x, weight)
+        some = dot(x, weight, transposed=True, dtype=jnp.float32)
+        some = jnp.concatenate([some, jnp.full((*some.shape[:-1], 1), -jnp.inf)], axis=-1)
+        return jnp.take(some, columns, axis=-1, mode="clip")
+
+
 class Llama(nn.Module):
     """A Llama whose depth is a static argument of every call.
 
@@ -164,12 +191,14 @@ class Llama(nn.Module):
         param_dtype: the dtype of parameters that ``init`` makes; applying follows the parameters' own dtype.
         fused: reads the parameters that ``lsjax.prepare`` makes.
         transposed: these as it makes them for CPUs.
+        draft_vocab_size: ids of a draft head of its own; 0: there is none.
     """
 
     config: LlamaConfig
     param_dtype: jnp.dtype = jnp.float32
     fused: bool = False
     transposed: bool = False
+    draft_vocab_size: int = 0
 
     def setup(self) -> None:
         config = self.config
@@ -183,6 +212,8 @@ class Llama(nn.Module):
         self.norm = _norm(config, self.param_dtype)
         if not config.tie_word_embeddings:
             self.lm_head = Head(config, self.param_dtype, self.transposed)
+        if self.draft_vocab_size:
+            self.draft_head = DraftHead(config, self.draft_vocab_size, self.param_dtype)
 
     def embed(self, tokens: jax.Array) -> jax.Array:
         """Ids ``[...]`` to ``[..., hidden]``; ids outside the vocabulary read its nearest end."""
@@ -246,6 +277,10 @@ class Llama(nn.Module):
             hidden, embedding = promote_dtype(hidden, embedding)
             return dot(hidden, embedding, transposed=True, dtype=jnp.float32)
         return self.lm_head(hidden, first, count)
+
+    def draft_logits(self, hidden: jax.Array) -> jax.Array:
+        """As :meth:`logits` by the draft head, -inf for ids that it has not; by the head where there is none."""
+        return self.draft_head(self.norm(hidden)) if self.draft_vocab_size else self.logits(hidden)
 
     def __call__(self, tokens: jax.Array, *, exits: Sequence[int] | None = None) -> tuple[jax.Array, ...]:
         """Teacher-forced logits after each of ``exits`` layers (None: after all), one pass for all of them.
