@@ -227,6 +227,31 @@ def test_misuse_is_one_clear_error(data):
         lsjax.Stream(data.params, prompt)  # pyright: ignore[reportArgumentType]
 
 
+def test_what_decoding_offers_reaches_the_blocks(data):
+    """Stop sequences, processors, scores and the drafting options, as generate applies them."""
+    lengths: Any = data.lengths
+    plain = data.written([row[:length].tolist() for row, length in zip(data.prompts, lengths, strict=True)], NEW)
+    options: dict[str, Any] = {
+        "prompt_lengths": lengths,
+        "max_new_tokens": NEW,
+        "stop_sequences": [plain[0][4:6], plain[3][7:10]],
+        "processors": lsjax.processors.ForbiddenIds(np.array([plain[1][3]])),
+        "top_n": 3,
+        "confidence_threshold": 0.2,
+        "num_speculations_schedule": "heuristic",
+    }
+    out = lsjax.generate(data.params, data.prompts, **SPECULATIVE, **options)
+    blocks = list(lsjax.stream(data.params, data.prompts, **SPECULATIVE, **options))
+    assert joined(blocks) == new_tokens(out, lengths)
+    assert joined(blocks)[0] == plain[0][:6]
+    assert joined(blocks)[1] != plain[1]
+    for row in range(BATCH):
+        start, end = lengths[row], int(out.lengths[row])
+        for name, found in vars(out.scores).items():
+            parts = [getattr(block.scores, name)[row, : block.counts[row]] for block in blocks]
+            np.testing.assert_array_equal(np.concatenate(parts), np.asarray(found)[row, start:end])
+
+
 # Rewinding.
 
 
@@ -255,6 +280,22 @@ def test_other_tokens_follow_a_rewound_text(data):
     said = data.prompts[::-1, :7]
     found = joined(lsjax.stream(data.params, said, state=state, max_new_tokens=10))
     assert found == data.written(np.concatenate([data.prompts[:, : WIDTH - 2], said], axis=1).tolist(), 10)
+
+
+def test_rewinding_takes_back_scores_and_where_new_text_begins(data):
+    """A stop sequence that began before does not count; nor do scores of what is no more there."""
+    (text,) = data.written([data.prompts[0].tolist()], NEW)
+    stops = [text[6:8]]
+    options: dict[str, Any] = {"max_new_tokens": NEW, "log_probs": True, "stop_sequences": stops, **SPECULATIVE}
+    stream = lsjax.stream(data.params, data.prompts[0], **options)
+    assert joined(stream) == [text[:8]]
+    state = lsjax.rewind(stream.state, WIDTH + 7)
+    assert state.scores is not None
+    assert np.flatnonzero(state.scores.log_probs[0]).tolist() == list(range(WIDTH, WIDTH + 7))
+    assert joined(lsjax.Stream(data.params, state))[0][:5] == text[7:12]
+    stream = lsjax.stream(data.params, data.prompts[0], **options)
+    list(stream)
+    assert joined(lsjax.Stream(data.params, lsjax.rewind(stream.state, WIDTH + 6))) == [text[6:8]]
 
 
 def test_rewinding_under_jit_and_vmap(data):

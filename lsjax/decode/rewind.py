@@ -16,8 +16,9 @@ def rewind(state: DecodeState, lengths: Any, *, max_new_tokens: int | None = Non
     """Takes back each row's last tokens, so that another text can follow the ones that stay.
 
     Keys and values lie at their positions, so a shorter row needs no other cache: nothing is computed, and what lies
-    past the length is garbage that the next tokens cover. Rows that were done go on. Statistics keep what was done, and
-    draws stay keyed by position: the same key draws the same tokens again after the same text.
+    past the length is garbage that the next tokens cover. Rows that were done go on, and what they write is new text to
+    stop sequences and processors. Statistics keep what was done, and draws stay keyed by position: the same key draws
+    the same tokens again after the same text.
 
     Args:
         state: of :func:`~lsjax.decode.prefill.prefill` or of a round. Either state can be continued, but only until one
@@ -70,4 +71,6 @@ def _rewind(state: DecodeState, kept: jax.Array, max_new_tokens: jax.Array | Non
         lengths=lengths,
         limits=limits,
         done=lengths >= limits,
+        begins=lengths,
+        scores=None if state.scores is None else state.scores.where(given),
     )

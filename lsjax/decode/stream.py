@@ -17,6 +17,7 @@ from lsjax.decode.prefill import prefill
 from lsjax.decode.round import decode_round
 from lsjax.decode.state import DecodeState, Stats, check_usable
 from lsjax.decode.stopping import NO_TOKEN
+from lsjax.decode.token_scores import TokenScores
 from lsjax.model.cache import LayerCache
 from lsjax.params import Model
 
@@ -30,6 +31,7 @@ class StreamBlock(flax.struct.PyTreeNode):
         drafted: bool ``[batch, K + 1]``, which of them are accepted drafts; the others are the model's own.
         done: bool ``[batch]``, rows that ended with this round or before.
         stats: what all rounds so far did.
+        scores: log-probabilities of ``tokens``, ``[batch, K + 1]``; None where they were not asked for.
     """
 
     tokens: np.ndarray
@@ -37,6 +39,7 @@ class StreamBlock(flax.struct.PyTreeNode):
     drafted: np.ndarray
     done: np.ndarray
     stats: Stats
+    scores: TokenScores | None = None
 
     def row(self, index: int) -> np.ndarray:
         """int32 ``[counts[index]]``: one row's new tokens."""
@@ -151,6 +154,8 @@ def _next_block(
         "done": after.done,
         "stats": after.stats,
     }
+    if after.scores is not None:
+        block["scores"] = jax.tree.map(lambda rows: cut(rows, before.lengths), after.scores)
     return after, StreamBlock(**block)
 
 
