@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
     from lsjax.prepared import DecodeParams, prepare
+    from lsjax.text.generator import TextGenerator
 
 __version__ = "0.1.0"
 
@@ -40,6 +41,7 @@ _HOMES = {
     "Stats": "lsjax.decode.state",
     "Stream": "lsjax.decode.stream",
     "StreamBlock": "lsjax.decode.stream",
+    "TextGenerator": "lsjax.text.generator",
     "TokenScores": "lsjax.decode.token_scores",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
@@ -74,6 +76,7 @@ __all__ = [
     "Stats",
     "Stream",
     "StreamBlock",
+    "TextGenerator",
     "TokenScores",
     "Verification",
     "decode_round",

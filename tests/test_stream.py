@@ -16,6 +16,8 @@ import lsjax
 from lsjax.decode import stream as module
 from lsjax.text.prompts import pad_rows
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 BATCH, WIDTH, NEW, CAPACITY = 6, 12, 30, 64
 STRATEGIES: list[dict[str, Any]] = [
     {"exit_layer": 1, "num_speculations": 3},
