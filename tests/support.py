@@ -212,13 +212,13 @@ def compiled_programs(function: Any) -> int:
 
 
 @contextlib.contextmanager
-def compilations() -> Iterator[list[str]]:
-    """A list that grows by one with each program that XLA compiles in this block."""
+def counted_compilations() -> Iterator[list[str]]:
+    """A list that grows by one for each program that the backend compiles, whoever asks for it."""
     found: list[str] = []
 
-    def listen(event: str, duration_secs: float, **kwargs: Any) -> None:
+    def listen(event: str, duration_secs: float, **kwargs) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
-            found.append(str(kwargs.get("fun_name", event)))
+            found.append(str(kwargs.get("fun_name", "")))
 
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:

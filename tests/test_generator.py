@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import model_config, random_model, write_byte_tokenizer
-from support import compilations, random_params
+from support import counted_compilations, random_params
 from vocabularies import byte_level, sentencepiece
 
 import lsjax
@@ -162,7 +162,7 @@ def test_stop_strings_in_a_batch(generator, strategy, drawing):
 
 def test_other_stop_strings_compile_nothing(generator):
     generator.generate(PROMPTS, stop="\x00", **SPECULATIVE)
-    with compilations() as compiled:
+    with counted_compilations() as compiled:
         generator.generate(PROMPTS, stop=["a", "bc"], **SPECULATIVE)
     assert compiled == []
 

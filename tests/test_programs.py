@@ -10,9 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import CONFIG
-from support import compiled_programs, random_params, temporaries_of
+from support import compiled_programs, counted_compilations, random_params, temporaries_of
 
 import lsjax
+from lsjax import processors
 from lsjax.decode import generate as generate_module
 from lsjax.decode.prefill import start
 from lsjax.decode.request import Request
@@ -200,26 +201,57 @@ def test_no_work_is_repeated(params):
 
 
 def test_eager_calls_of_many_lengths_compile_little(params):
-    compiled = collections.Counter()
-
-    def listen(event: str, duration_secs: float, **kwargs) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled["programs"] += 1
-
     config = dataclasses.replace(CONFIG, rms_norm_eps=2e-6)  # programs of this test's own
     model = lsjax.Params(config, params.tree)
     rng = np.random.default_rng(0)
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
+    with counted_compilations() as compiled:
         for length in range(5, 21):
             new = int(rng.integers(5, 21))
             tokens = rng.integers(0, CONFIG.vocab_size, (2, length))
             eos = tuple(rng.integers(0, CONFIG.vocab_size, rng.integers(0, 4)).tolist())
             out = lsjax.generate(model, tokens, exit_layer=2, max_new_tokens=new, eos_token_id=eos, pad_token_id=length)
             assert out.tokens.shape == (2, length + new)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert 1 <= compiled["programs"] <= 4
+    assert 1 <= len(compiled) <= 4
+
+
+def test_other_values_of_any_option_compile_nothing(params):
+    def run(seed: int, **more):
+        rng = np.random.default_rng(seed)
+        ids = rng.integers(0, CONFIG.vocab_size, 2 + seed % 3)
+        return lsjax.generate(
+            params,
+            rng.integers(0, CONFIG.vocab_size, (2, 9 + seed)),
+            exit_layer=2,
+            max_new_tokens=20 + seed,
+            eos_token_id=tuple(ids.tolist()),
+            pad_token_id=seed,
+            key=jax.random.key(seed),
+            temperature=[0.0, 1.0, 1.5][seed % 3],
+            top_k=3 + seed,
+            top_p=rng.uniform(0.5, 1),
+            min_p=rng.uniform(0, 0.5, 2) if seed % 2 else 0.1,
+            processors=[
+                processors.RepetitionPenalty(1 + seed),
+                processors.PresencePenalty([0.1 * seed, 0.5]) if seed % 2 else processors.PresencePenalty(0.4),
+                processors.LogitBias(ids, rng.normal(size=len(ids))),
+                processors.ForbiddenIds(ids[:2]),
+                processors.MinNewTokens(seed),
+            ],
+            stop_sequences=[rng.integers(0, CONFIG.vocab_size, n).tolist() for n in range(1, 2 + seed % 4)],
+            confidence_threshold=rng.uniform(),
+            num_speculations_schedule="heuristic",
+            top_n=2,
+            **more,
+        )
+
+    run(0)
+    with counted_compilations() as compiled:
+        for seed in range(1, 7):
+            run(seed)
+    assert compiled == []
+    with counted_compilations() as compiled:  # and it does count
+        run(0, process_drafts=False)
+    assert compiled
 
 
 def lowered_for_cuda(function, *args, **kwargs) -> str:

@@ -3,7 +3,9 @@
 import collections
 import functools
 import re
+from typing import Any
 
+import flax.struct
 import jax
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from oracle import CONFIG, case
 
 import lsjax
+from lsjax import processors
 from lsjax.decode.generate import _generate
 from lsjax.decode.request import Request
 from lsjax.decode.state import Plan
@@ -84,6 +87,40 @@ def test_tokens_are_those_of_one_device_in_the_caller_s_jit(data, mesh, layout, 
     params, prompts = place(data, mesh, layout)
     within = jax.jit(generate, static_argnums=3)
     assert_same(within(params, prompts, data.lengths, exit_layer), on_one_device(exit_layer))
+
+
+def test_all_options_at_once_write_on_two_devices_what_they_write_on_one(data, mesh):
+    """Keys, processors, stop sequences and the rest are split with the rows."""
+    bias = np.random.default_rng(0).normal(size=CONFIG.vocab_size).astype(np.float32)
+
+    class Bias(flax.struct.PyTreeNode):
+        values: Any
+
+        def __call__(self, logits, tokens, lengths):
+            return logits + self.values
+
+    options = {
+        "exit_layer": 2,
+        "num_speculations": 3,
+        "max_new_tokens": 24,
+        "eos_token_id": (),
+        "key": jax.random.key(0),
+        "temperature": np.linspace(0, 1, 16),
+        "top_k": 50,
+        "processors": [processors.FrequencyPenalty(0.3), processors.NoRepeatNgram(2), Bias(bias)],
+        "stop_sequences": data.texts[np.arange(16), data.lengths + 9][:, None, None],
+        "confidence_threshold": 0.3,
+        "num_speculations_schedule": "heuristic",
+        "top_n": 2,
+    }
+    expected = lsjax.generate(data.params, data.prompts, prompt_lengths=data.lengths, **options)
+    params, prompts = place(data, mesh, "data")
+    found = lsjax.generate(params, prompts, prompt_lengths=data.lengths, **options)
+    assert_same((found.tokens, found.lengths, found.stats), (expected.tokens, expected.lengths, expected.stats))
+    # Processed by temperatures near 0, which magnify rounding.
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-3), found.scores, expected.scores)
+    assert found.scores is not None
+    assert found.scores.log_probs.sharding.is_equivalent_to(prompts.sharding, 2)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import CONFIG
-from support import compilations, random_params
+from support import counted_compilations, random_params
 
 import lsjax
 from lsjax.decode import stream as module
@@ -137,7 +137,7 @@ def test_nothing_compiles_after_the_first_block_and_the_cache_is_not_copied(data
     next(stream)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
     count = 0
-    with compilations() as compiled:
+    with counted_compilations() as compiled:
         for count, _ in enumerate(stream):
             if count == 2:
                 stream.stop([1, 3])
@@ -203,7 +203,7 @@ def test_streams_on_two_devices(data, eos):
     blocks = [next(stream), next(stream)]
     cache = stream.state.cache[0].key
     assert cache.sharding.shard_shape(cache.shape)[0] == BATCH // 2
-    with compilations() as compiled:
+    with counted_compilations() as compiled:
         blocks += stream
     assert compiled == []
     assert joined(blocks) == expected
@@ -313,7 +313,7 @@ def test_rewinding_under_jit_and_vmap(data):
 def test_rewinding_compiles_once(data):
     state = lsjax.prefill(data.params, data.prompts, **SPECULATIVE)
     lsjax.rewind(state, 5, max_new_tokens=3)
-    with compilations() as compiled:
+    with counted_compilations() as compiled:
         lsjax.rewind(lsjax.rewind(state, [6, 4, 5, 5, 5, 5], max_new_tokens=5), np.int64(2), max_new_tokens=9)
     assert compiled == []
 
