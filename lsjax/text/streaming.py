@@ -133,6 +133,8 @@ class TextStream:
 
     def __next__(self) -> TextPiece:
         while self._result is None:
+            if self._stopped:
+                self._blocks.stop(0)
             block = next(self._blocks, None)
             if block is None:
                 self._finish()
@@ -145,9 +147,11 @@ class TextStream:
         raise StopIteration
 
     def stop(self) -> None:
-        """Ends the text where it is; what was written and not yet given out is the last piece."""
+        """Ends the text after the round that runs, if any; what was not yet given out is the last piece.
+
+        A signal handler may call it.
+        """
         self._stopped = True
-        self._blocks.stop(0)
 
     @property
     def result(self) -> TextResult:
