@@ -283,7 +283,11 @@ def test_from_pretrained(tmp_path):
         ([{"role": "user", "content": 5}], {}, "messages: expected .* got .*5"),
         ("a", {"stop": ""}, "stop: expected at least one character"),
         ("a", {"stop": ["b", 3]}, "stop: expected a string, or several of them, got 3 among them"),
-        ("a", {"stop": "</s>"}, "the special token '</s>', which texts never hold: give eos_token_id=261"),
+        (
+            "a",
+            {"stop": "</s>"},
+            "the special token '</s>', which texts never hold: end at its id instead, eos_token_id=261",
+        ),
         ("a", {"attention_mask": [1]}, "attention_mask: prompts are encoded and padded here"),
         ("a", {"state": None}, "state: prompts are encoded and padded here"),
         ("a", {"exit_layer": 3}, r"exit_layer: expected a layer in 1\.\.2, got 3"),

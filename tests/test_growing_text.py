@@ -280,7 +280,7 @@ def test_runs_say_what_drafts_wrote(level):
         (5, "stop: expected a string, or several of them, got 5"),
         (["a", b"b"], "stop: expected a string, or several of them, got b'b' among them"),
         ([["a"]], r"stop: expected a string, or several of them, got \['a'\] among them"),
-        ("</s>", r"got the special token '</s>', which texts never hold: give eos_token_id=265"),
+        ("</s>", r"got the special token '</s>', which texts never hold: end at its id instead, eos_token_id=265"),
     ],
 )
 def test_bad_stop_strings_are_one_clear_error(level, stop, message):

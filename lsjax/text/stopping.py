@@ -74,6 +74,7 @@ def read_stops(stop: Any, tokenizer: Any) -> StopStrings:
         if one in tokenizer.all_special_tokens:
             ids = tokenizer.convert_tokens_to_ids(one)
             raise ValueError(
-                f"stop: expected a text, got the special token {one!r}, which texts never hold: give eos_token_id={ids}"
+                f"stop: expected a text, got the special token {one!r}, which texts never hold: end at its id instead, "
+                f"eos_token_id={ids}"
             )
     return StopStrings(given)
