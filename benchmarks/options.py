@@ -3,8 +3,9 @@
     python benchmarks/options.py [--model demo] [--exit-layer 4] [--num-speculations 4] [--new-tokens 64]
 
 Batch 1, float32 unless ``--dtype`` says otherwise; all variants in turns. First self-speculative decoding with shorter
-drafts or fewer ids to draft from: the text stays the same, so only speed is compared. Then plain autoregressive
-decoding with sampling, processors, stop sequences and scores, against greedy decoding without them.
+drafts or fewer ids to draft from: the text stays the same, so only speed is compared (drawn texts are others, and their
+rounds are compared). Then plain autoregressive decoding with sampling, processors, stop sequences and scores, against
+greedy decoding without them.
 """
 
 from pathlib import Path
@@ -47,6 +48,9 @@ def main() -> None:
         "confidence 0.8": {"confidence_threshold": 0.8},
         "heuristic schedule": {"num_speculations_schedule": "heuristic"},
         f"{vocab} ids to draft from": {},
+        "drawn": {"key": key, "temperature": 0.8},
+        "drawn, top-p": {"key": key, "temperature": 0.8, "top_p": 0.9},
+        "drawn, greedy drafts": {"key": key, "temperature": 0.8, "greedy_drafts": True},
     }
     plain: dict[str, Any] = {
         "autoregressive": {},
@@ -83,9 +87,10 @@ def main() -> None:
                 "acceptance_rate": float(stats.acceptance_rate[0]),
                 "tokens_per_round": float(stats.tokens_per_round[0]),
                 "drafted": int(stats.drafted[0]),
+                "milliseconds_per_round": 1e3 * timing.median / int(stats.rounds[0]),
             }
         )
-    header = ["variant", "tokens/s", "times the speed of", "", "accepted", "drafted", "tokens/round"]
+    header = ["variant", "tokens/s", "times the speed of", "", "accepted", "drafted", "tokens/round", "ms/round"]
     rows = [
         [
             entry["name"],
@@ -95,6 +100,7 @@ def main() -> None:
             f"{entry['acceptance_rate']:.1%}",
             entry["drafted"],
             f"{entry['tokens_per_round']:.2f}",
+            f"{entry['milliseconds_per_round']:.1f}",
         ]
         for entry in entries
     ]

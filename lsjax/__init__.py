@@ -12,13 +12,16 @@ if TYPE_CHECKING:
     from lsjax.decode import processors
     from lsjax.decode.generate import GenerateOutput, generate
     from lsjax.decode.prefill import prefill
+    from lsjax.decode.rewind import rewind
     from lsjax.decode.round import Draft, Verification, decode_round, draft, verify
     from lsjax.decode.score import ScoreOutput, score
     from lsjax.decode.state import DecodeState, Plan, Stats
+    from lsjax.decode.stream import Stream, StreamBlock, stream
     from lsjax.decode.token_scores import TokenScores
     from lsjax.io import load, save
     from lsjax.params import Params, forward, init, tensor_parallel
     from lsjax.prepared import DecodeParams, prepare
+    from lsjax.text.generator import TextGenerator
 
 __version__ = "0.1.0"
 
@@ -36,6 +39,9 @@ _HOMES = {
     "RopeScaling": "lsjax.config",
     "ScoreOutput": "lsjax.decode.score",
     "Stats": "lsjax.decode.state",
+    "Stream": "lsjax.decode.stream",
+    "StreamBlock": "lsjax.decode.stream",
+    "TextGenerator": "lsjax.text.generator",
     "TokenScores": "lsjax.decode.token_scores",
     "Verification": "lsjax.decode.round",
     "decode_round": "lsjax.decode.round",
@@ -46,8 +52,10 @@ _HOMES = {
     "load": "lsjax.io",
     "prefill": "lsjax.decode.prefill",
     "prepare": "lsjax.prepared",
+    "rewind": "lsjax.decode.rewind",
     "save": "lsjax.io",
     "score": "lsjax.decode.score",
+    "stream": "lsjax.decode.stream",
     "tensor_parallel": "lsjax.params",
     "verify": "lsjax.decode.round",
 }
@@ -79,6 +87,9 @@ __all__ = [
     "RopeScaling",
     "ScoreOutput",
     "Stats",
+    "Stream",
+    "StreamBlock",
+    "TextGenerator",
     "TokenScores",
     "Verification",
     "decode_round",
@@ -91,8 +102,10 @@ __all__ = [
     "prefill",
     "prepare",
     "processors",
+    "rewind",
     "save",
     "score",
+    "stream",
     "tensor_parallel",
     "training",
     "verify",

@@ -17,7 +17,7 @@ from lsjax.convert.huggingface import VOCABULARY_FILES
 from lsjax.convert.inspection import Inspection
 from lsjax.convert.rewrite import TARGETS, copy_files, plan_rewrite, write_configs, write_rewrite
 from lsjax.convert.writer import SHARD_BYTES, written_files
-from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES, locate
+from lsjax.sources import TOKENIZER_FILES, WEIGHT_FILES, locate, read_params
 
 # JAX is imported where weights become arrays of its own: inspecting and converting do without.
 if TYPE_CHECKING:
@@ -62,13 +62,7 @@ def load(
     Example:
         >>> params = lsjax.load("facebook/layerskip-llama3.2-1B", dtype="bfloat16")
     """
-    dtype = check_dtype(dtype)
-    path = locate(source, revision=revision, progress=progress, files=WEIGHT_FILES)
-    if source == "demo" and dtype is None:
-        dtype = check_dtype("float32")  # the hub's copy is bfloat16
-    from lsjax.convert.assemble import assemble
-
-    return assemble(open_checkpoint(path), dtype, progress)
+    return read_params(source, dtype, revision=revision, progress=progress)
 
 
 def save(

@@ -13,6 +13,10 @@ import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lsjax.params import Params
 
 # What is fetched from the hub: nothing of a repository's other formats.
 WEIGHT_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
@@ -75,6 +79,32 @@ def locate(
     if set(WEIGHT_FILES) <= set(files) and not any(found.glob("*.safetensors")):
         found = _fetch_from_hub(source, revision, progress, (*files, *TORCH_WEIGHT_FILES))
     return found
+
+
+def read_params(
+    source: str | os.PathLike[str], dtype: Any = None, *, revision: str | None = None, progress: bool | None = None
+) -> Params:
+    """The parameters of a source: what ``lsjax.load`` does, which explains it.
+
+    Args:
+        source: as of ``lsjax.load``, like the rest.
+        dtype: of all weights.
+        revision: of a hub id.
+        progress: whether to show it.
+
+    Raises:
+        as ``lsjax.load``.
+    """
+    from lsjax.convert.cast import check_dtype
+    from lsjax.convert.formats import open_checkpoint
+
+    dtype = check_dtype(dtype)
+    path = locate(source, revision=revision, progress=progress, files=WEIGHT_FILES)
+    if source == "demo" and dtype is None:
+        dtype = check_dtype("float32")  # the hub's copy is bfloat16
+    from lsjax.convert.assemble import assemble  # imports JAX
+
+    return assemble(open_checkpoint(path), dtype, progress)
 
 
 def _fetch_from_hub(hub_id: str, revision: str | None, progress: bool | None, files: Sequence[str]) -> Path:

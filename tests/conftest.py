@@ -22,6 +22,17 @@ def few_programs_in_memory():
 
 
 @pytest.fixture(scope="module")
+def fewer_optimizations():
+    """Programs are compiled faster, to slower code: for modules of many small ones."""
+    import jax
+
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture(scope="module")
 def small():
     """A random model of two layers."""
     from checkpoints import random_model

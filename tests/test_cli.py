@@ -89,6 +89,8 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
         ["convert", "--help"],
         ["inspect", "--help"],
         ["bench", "--help"],
+        ["chat", "--help"],
+        ["chat", "--model", "m", "--strategy", "early_exit"],
         ["bench", "--model", "m", "--early-exit"],
         ["generate", "--exit-layer", "0"],
     ],
@@ -125,6 +127,7 @@ def test_help_lists_every_option(capsys):
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     options = "--model --prompt --prompt-file --exit-layer --num-speculations --max-new-tokens --strategy --compare"
+    options += " --temperature --top-k --top-p --min-p --seed --stop --stream"
     for option in f"{options} --repetitions --chat --dtype --json".split():
         assert f"\n  {option}" in text
     assert "examples:\n  lsjax generate --model demo" in text
@@ -157,6 +160,18 @@ def test_names_are_the_library_s():
         (
             ["generate", "--model=m", "--prompt=a", "--exit-layer=1", "--compare", "--strategy=early_exit"],
             "leave --strategy out",
+        ),
+        (["generate", "--model=m", "--prompt=a", "--temperature=-1"], "expected a number of at least 0, got '-1'"),
+        (["generate", "--model=m", "--prompt=a", "--temperature=inf"], "expected a number of at least 0, got 'inf'"),
+        (["generate", "--model=m", "--prompt=a", "--top-k=0"], "at least 1, got '0'"),
+        (["generate", "--model=m", "--prompt=a", "--top-p=0"], "expected a number above 0, at most 1, got '0'"),
+        (["generate", "--model=m", "--prompt=a", "--min-p=x"], "expected a number in 0..1, got 'x'"),
+        (["generate", "--model=m", "--prompt=a", "--seed=-1"], "at least 0, got '-1'"),
+        (["generate", "--model=m", "--prompt=a", "--stream", "--json"], "leave --json out"),
+        (["generate", "--model=m", "--prompt=a", "--stream", "--exit-layer=1", "--compare"], "leave --compare out"),
+        (
+            ["generate", "--model=m", "--prompt=a", "--exit-layer=1", "--compare", "--top-k=5", "--stop=b"],
+            "--compare is for whole greedy texts: leave --top-k, --stop out",
         ),
         (["generate", "--model", "m", "--prompt", "a", "--sing"], "unrecognized arguments: --sing"),
         (["generate", "--model", "m", "--prom", "a"], "unrecognized arguments: --prom a"),
@@ -191,13 +206,13 @@ def test_interrupt_while_the_compiled_program_runs(model):
     code = f"""
 import signal
 import lsjax.cli
-from lsjax.cli import session
+from lsjax.text import generator
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-real = session.generate
+real = generator.generate
 def announced(*args, **kwargs):
     print("running", flush=True)
     return real(*args, **kwargs, eos_token_id=())
-session.generate = announced
+generator.generate = announced
 lsjax.cli.main(["generate", "--model", {model!r}, "--prompt", "a", "--max-new-tokens", "300000"])
 """
     with subprocess.Popen(

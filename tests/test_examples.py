@@ -3,6 +3,7 @@
 import itertools
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,27 @@ def test_a_codebase_calls_generate_in_its_own_jit(capsys):
     row = [int(token) for token in re.findall(r"\d+", out.splitlines()[-1])]
     assert len(row) == 24
     assert len({(after - before) % 32 for before, after in itertools.pairwise(row)}) == 1
+
+
+@pytest.mark.usefixtures("fewer_optimizations")
+def test_streaming_shows_what_generate_writes(tmp_path, capsys, monkeypatch):
+    config = model_config(vocab_size=258, num_hidden_layers=2, eos_token_id=257)
+    lsjax.save(random_params(config, seed=0, deep_from=1, deep_scale=0.3), tmp_path / "model")
+    chat = "{% for turn in messages %}<s>{{ turn.content }}{% endfor %}"
+    write_byte_tokenizer(tmp_path / "model", chat_template=chat, pad_token="</s>")
+    monkeypatch.setattr(sys, "argv", ["streaming.py", str(tmp_path / "model"), "1"])
+    scope = runpy.run_path(str(EXAMPLES / "streaming.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    generator = scope["generator"]
+    expected = generator.generate("Why is the sky blue?", chat=True, stop="\n\n", max_new_tokens=48)
+    shown = out[: out.index(f"\n{expected.finish_reason}: {len(expected.tokens)} tokens in ")]
+    assert re.sub("\033\\[\\d*m", "", shown) == expected.text
+    assert "\033[32m" in shown
+    assert "\033[35m" in shown
+    first, second = (int(count) for count in re.findall(r"new tokens: \[(\d+), (\d+)\]", out)[0])
+    assert 12 <= first <= 16
+    assert second == 48
+    assert out.endswith(f"the state goes on at [{first + 16}, {second + 16}]\n")
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from lsjax.cli.parser import Parser, UsageError
 
 COMMANDS = {
     "generate": "continue prompts with a Llama, plainly or self-speculatively, or compare the two",
+    "chat": "talk with a model, which keeps what it has read between turns",
     "convert": "write a checkpoint anew, in Flax's or Hugging Face's layout",
     "inspect": "say what a checkpoint is and whether it would load, from its headers",
     "train": "train a model's exits by the LayerSkip recipe, from nothing or from a model",

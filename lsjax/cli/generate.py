@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from lsjax.cli.parser import Parser, UsageError, at_least, prompt_file, prompt_text
+from lsjax.cli.text_options import add_text_options, drawing_options
 
 DTYPES = ("float32", "bfloat16", "float16")
 STRATEGIES = ("self_speculative", "early_exit", "autoregressive")
@@ -16,12 +17,14 @@ def make_parser() -> Parser:
     """The parser of ``lsjax generate``."""
     parser = Parser(
         prog="lsjax generate",
-        description="Continues prompts greedily with a Llama. With --exit-layer E its first E layers draft a few\n"
-        "tokens and the other layers check them all at once: the text is the one that the whole model\n"
-        "writes, and each accepted draft saves a pass. The text goes to standard output.",
+        description="Continues prompts with a Llama. With --exit-layer E its first E layers draft a few tokens and\n"
+        "the other layers check them all at once: the text is the one that the whole model writes (or,\n"
+        "where tokens are drawn, as probable), and each accepted draft saves a pass. The text goes to\n"
+        "standard output.",
         epilog="examples:\n"
         "  lsjax generate --model demo --prompt 'The capital of France is' --max-new-tokens 32\n"
         "  lsjax generate --model demo --chat --prompt 'Explain tides.' --exit-layer 10 --compare\n"
+        "  lsjax generate --model demo --prompt 'Once upon a time' --exit-layer 10 --stream --temperature 0.8\n"
         "  lsjax generate --model ./checkpoint --prompt-file story.txt --exit-layer 4 --json\n\n"
         "exit status: 0, or 1 where --compare found that the texts differ, or 2 for wrong usage.",
     )
@@ -70,6 +73,13 @@ def make_parser() -> Parser:
         help="self_speculative: draft and check (the default with --exit-layer); early_exit: the first E layers "
         "alone, unchecked: fast, another text; autoregressive: every layer for every token",
     )
+    add_text_options(parser)
+    parser.add_argument(
+        "--stream",
+        action="store_true",
+        help="print the text as it is written, one prompt after the other; on a terminal accepted drafts in green and "
+        "the model's own tokens in magenta (plain where NO_COLOR is set)",
+    )
     parser.add_argument(
         "--compare",
         action="store_true",
@@ -95,27 +105,49 @@ def main(argv: Sequence[str]) -> int:
     _check(options)
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say that torch is absent
     # Only now JAX and what builds on it, so that help and wrong usage answer at once.
-    from lsjax.cli import comparison, session
+    from lsjax.cli import session
 
     opened = session.open_session(options)
-    return comparison.run(opened) if options.compare else session.run(opened)
+    if options.compare:
+        from lsjax.cli import comparison
+
+        return comparison.run(opened)
+    if options.stream:
+        from lsjax.cli import streaming
+
+        return streaming.run(opened)
+    return session.run(opened)
 
 
 def _check(options: argparse.Namespace) -> None:
     """What can be seen without the model; fills in defaults that depend on other options."""
     if not options.prompt:
         raise UsageError("expected a prompt: give --prompt TEXT or --prompt-file FILE")
-    if options.exit_layer is None:
-        needing = "--compare" if options.compare else f"--strategy {options.strategy}"
-        if options.compare or options.strategy in ("self_speculative", "early_exit"):
-            raise UsageError(f"{needing} needs --exit-layer E, the number of layers that draft")
-        if options.num_speculations is not None:
-            raise UsageError("--num-speculations needs --exit-layer E, the number of layers that draft")
-    if options.compare and options.strategy is not None:
-        raise UsageError("--compare runs both strategies: leave --strategy out")
+    if options.compare:
+        if options.exit_layer is None:
+            raise UsageError("--compare needs --exit-layer E, the number of layers that draft")
+        if options.strategy is not None:
+            raise UsageError("--compare runs both strategies: leave --strategy out")
+        # Drawn texts differ where their distributions are the same.
+        given = [f"--{name.replace('_', '-')}" for name in drawing_options(options)] + ["--stop"] * bool(options.stop)
+        if given:
+            raise UsageError(f"--compare is for whole greedy texts: leave {', '.join(given)} out")
+    for name in ("compare", "json"):
+        if options.stream and getattr(options, name):
+            raise UsageError(f"--stream prints the text as it is written: leave --{name} out")
     if options.repetitions is not None and not options.compare:
         raise UsageError("--repetitions is for --compare")
     options.repetitions = options.repetitions or 3
+    check_strategy(options)
+
+
+def check_strategy(options: argparse.Namespace) -> None:
+    """That an exit layer is there where one is needed; fills in the strategy and the number of drafts."""
+    if options.exit_layer is None:
+        if options.strategy in ("self_speculative", "early_exit"):
+            raise UsageError(f"--strategy {options.strategy} needs --exit-layer E, the number of layers that draft")
+        if options.num_speculations is not None:
+            raise UsageError("--num-speculations needs --exit-layer E, the number of layers that draft")
     if options.strategy is None:
         options.strategy = "autoregressive" if options.exit_layer is None else "self_speculative"
     if options.num_speculations is None:

@@ -76,15 +76,22 @@ def human_bytes(count: int) -> str:
     return f"{count} B"
 
 
-def positive(text: str) -> float:
-    """The type of an argument that is a number above 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
+def number(expected: str, is_good: Callable[[float], bool]) -> Callable[[str], float]:
+    """The type of an argument that is a finite number, such as ``"a number above 0"``."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and is_good(value)):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return read
+
+
+positive = number("a number above 0", lambda x: x > 0)
 
 
 def prompt_text(text: str) -> str:

@@ -17,11 +17,14 @@ import numpy as np
 
 from lsjax.checks import check_depth, check_tokens
 from lsjax.cli.parser import UsageError, usage_errors
+from lsjax.cli.text_options import check_stops, drawing, drawing_options
 from lsjax.config import LlamaConfig
 from lsjax.decode.generate import generate
 from lsjax.io import load
 from lsjax.params import Params
+from lsjax.text.generator import TextGenerator
 from lsjax.text.prompts import encode, pad_rows
+from lsjax.text.streaming import TextResult
 from lsjax.text.tokenizer import load_tokenizer
 
 
@@ -35,7 +38,10 @@ class Prompts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One run's output and statistics on the host, each list one entry a prompt; ``rows`` holds the new tokens."""
+    """One run's output and statistics on the host, each list one entry a prompt.
+
+    ``rows`` holds the new tokens; ``texts`` theirs and ``finish_reasons`` why they ended, where these are known.
+    """
 
     strategy: str
     seconds: float
@@ -44,6 +50,21 @@ class Answer:
     drafted: list[int]
     accepted: list[int]
     accept_histogram: list[list[int]]
+    texts: list[str] | None = None
+    finish_reasons: list[str] | None = None
+
+    @classmethod
+    def of_results(cls, strategy: str, seconds: float, results: Sequence[TextResult]) -> Answer:
+        """What a generator wrote after some prompts."""
+        names = ("rounds", "drafted", "accepted", "accept_histogram")
+        return cls(
+            strategy=strategy,
+            seconds=seconds,
+            rows=[result.tokens.tolist() for result in results],
+            texts=[result.text for result in results],
+            finish_reasons=[result.finish_reason for result in results],
+            **{name: [np.asarray(getattr(result.stats, name)).tolist() for result in results] for name in names},
+        )
 
     @property
     def new_tokens(self) -> int:
@@ -60,6 +81,14 @@ class Answer:
         """New tokens a round and prompt."""
         return self.new_tokens / max(sum(self.rounds), 1)
 
+    def line(self, *, compiled: bool = True) -> str:
+        """The numbers over all prompts, in a line; whether to say that the time holds that of compilation."""
+        drafts = f", {self.acceptance_rate:.1%} of the drafts accepted" if sum(self.drafted) else ""
+        return (
+            f"{self.strategy}: {self.new_tokens} new tokens in {self.seconds:.2f} s{' with compilation' * compiled}, "
+            f"{self.tokens_per_round:.2f} tokens a round{drafts}"
+        )
+
     def summary(self) -> dict[str, Any]:
         """The numbers over all prompts, for JSON."""
         names = ("new_tokens", "acceptance_rate", "tokens_per_round")
@@ -75,18 +104,39 @@ class Session:
     prompts: Prompts
     options: argparse.Namespace
 
+    @property
+    def generator(self) -> TextGenerator:
+        """The model with its tokenizer."""
+        return TextGenerator(self.params, self.tokenizer)
+
+    def decoding(self, strategy: str) -> dict[str, Any]:
+        """What ``lsjax.generate`` is to do."""
+        return {
+            "exit_layer": self.options.exit_layer,
+            "num_speculations": self.options.num_speculations,
+            "max_new_tokens": self.options.max_new_tokens,
+            "strategy": strategy,
+            **drawing(self.options),
+        }
+
+    def write(self, strategy: str) -> Answer:
+        """Texts of one strategy, up to the stop strings."""
+        start = time.perf_counter()
+        with interruptible():
+            results = self.generator.generate(
+                self.prompts.texts, chat=self.options.chat, stop=self.options.stop, **self.decoding(strategy)
+            )
+        return Answer.of_results(strategy, time.perf_counter() - start, results)
+
     def answer(self, strategy: str) -> Answer:
-        """Generates with one strategy and waits for the result."""
+        """Generates with one strategy and waits for the result: tokens alone, to be timed."""
         start = time.perf_counter()
         with interruptible():
             found = generate(
                 self.params,
                 self.prompts.tokens,
                 prompt_lengths=self.prompts.lengths,
-                exit_layer=self.options.exit_layer,
-                num_speculations=self.options.num_speculations,
-                max_new_tokens=self.options.max_new_tokens,
-                strategy=strategy,
+                **self.decoding(strategy),
             )
             tokens = np.asarray(found.tokens)  # waits
         seconds = time.perf_counter() - start
@@ -105,12 +155,20 @@ class Session:
         """Generated ids as text, without special tokens."""
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
+    def texts(self, answer: Answer) -> list[str]:
+        """An answer's texts."""
+        return [self.decode(row) for row in answer.rows] if answer.texts is None else answer.texts
+
+    def head(self, index: int) -> None:
+        """Prints a text's prompt above it where there are several."""
+        if len(self.prompts.texts) > 1:
+            print(f"== prompt {index + 1}: {' '.join(self.prompts.texts[index].split())[:80]}")
+
     def show(self, answer: Answer) -> None:
         """Prints the generated texts, under their prompts where there are several."""
-        for index, (prompt, row) in enumerate(zip(self.prompts.texts, answer.rows, strict=True)):
-            if len(self.prompts.texts) > 1:
-                print(f"== prompt {index + 1}: {' '.join(prompt.split())[:80]}")
-            print(self.decode(row))
+        for index, text in enumerate(self.texts(answer)):
+            self.head(index)
+            print(text)
 
     def describe(self) -> dict[str, Any]:
         """What was asked for, for JSON."""
@@ -121,21 +179,24 @@ class Session:
             "exit_layer": self.options.exit_layer,
             "num_speculations": self.options.num_speculations,
             "max_new_tokens": self.options.max_new_tokens,
+            **drawing_options(self.options),
+            **({"stop": self.options.stop} if self.options.stop else {}),
         }
 
     def results(self, answer: Answer) -> list[dict[str, Any]]:
         """An answer for JSON, one object a prompt."""
         return [
             {
-                "prompt": text,
-                "text": self.decode(row),
-                "tokens": row,
+                "prompt": self.prompts.texts[index],
+                "text": text,
+                "tokens": answer.rows[index],
+                **({"finish_reason": answer.finish_reasons[index]} if answer.finish_reasons else {}),
                 "rounds": answer.rounds[index],
                 "drafted": answer.drafted[index],
                 "accepted": answer.accepted[index],
                 "accept_histogram": answer.accept_histogram[index],
             }
-            for index, (text, row) in enumerate(zip(self.prompts.texts, answer.rows, strict=True))
+            for index, text in enumerate(self.texts(answer))
         ]
 
 
@@ -152,6 +213,7 @@ def open_session(options: argparse.Namespace) -> Session:
     if options.exit_layer is not None:
         with usage_errors(f"--exit-layer {options.exit_layer}", ValueError):
             check_depth(options.model, options.exit_layer, params.config)
+    check_stops(options, tokenizer)
     rows = []
     for text in options.prompt:
         with usage_errors("--chat" if options.chat else "--prompt", ValueError):
@@ -201,18 +263,13 @@ def run(session: Session) -> int:
     """Answers with the strategy that was asked for: the text on stdout, statistics on stderr."""
     strategy = session.options.strategy
     note("compiling and generating")
-    answer = session.answer(strategy)
+    answer = session.write(strategy)
     if session.options.json:
         report = session.describe() | {"strategy": strategy, "seconds": answer.seconds} | answer.summary()
         print(json.dumps(report | {"results": session.results(answer)}, ensure_ascii=False))
         return 0
     session.show(answer)
-    drafts = f", {answer.acceptance_rate:.1%} of the drafts accepted" if sum(answer.drafted) else ""
-    print(
-        f"{strategy}: {answer.new_tokens} new tokens in {answer.seconds:.2f} s with compilation, "
-        f"{answer.tokens_per_round:.2f} tokens a round{drafts}",
-        file=sys.stderr,
-    )
+    print(answer.line(), file=sys.stderr)
     return 0
 
 

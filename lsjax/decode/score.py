@@ -15,6 +15,7 @@ from lsjax.checks import check_depth, check_int, check_params, is_traced
 from lsjax.decode.folding import fold_rows
 from lsjax.decode.prompts import place_like, read_prompts, to_bucket
 from lsjax.decode.request import check_capacity, choose_capacity
+from lsjax.decode.sampling import most_probable
 from lsjax.params import Model
 
 POSITION_CHUNK = 512
@@ -204,7 +205,7 @@ def _over_vocabulary(params: Model, hidden: jax.Array, targets: jax.Array, sizes
         target = jnp.where((targets >= begin) & (column < chunk), of_target, target)
         if top_n:
             # Earlier ids stand first, and the first of equals is taken.
-            best, columns = lax.top_k(logits, min(top_n, chunk))
+            best, columns = most_probable(logits, min(top_n, chunk))
             best, best_ids = jnp.concatenate([top, best], axis=1), jnp.concatenate([top_ids, ids[columns]], axis=1)
             top, columns = lax.top_k(best, top_n)
             top_ids = jnp.take_along_axis(best_ids, columns, axis=1)

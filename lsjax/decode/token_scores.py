@@ -7,9 +7,9 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from lsjax.decode.folding import write_rows
+from lsjax.decode.sampling import most_probable
 from lsjax.decode.stopping import NO_TOKEN
 
 
@@ -76,6 +76,6 @@ def score_tokens(tokens: jax.Array, logits: jax.Array, chosen_from: jax.Array | 
     scores = TokenScores(own, own if chosen_from is None else of_tokens(chosen_from))
     if not top_n:
         return scores
-    top, ids = lax.top_k(logits, top_n)
+    top, ids = most_probable(logits, top_n)
     top = top - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
-    return scores.replace(top_tokens=ids.astype(jnp.int32), top_log_probs=top)
+    return scores.replace(top_tokens=ids, top_log_probs=top)

@@ -1,1 +1,1 @@
-"""Text: tokenizers."""
+"""Text: tokenizers, prompts and chats, text while it is written, stop strings."""

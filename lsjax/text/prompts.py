@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,22 +23,43 @@ PROMPTS = (
 )
 
 
-def encode(text: str, tokenizer: Any, *, chat: bool = False) -> np.ndarray:
+def encode(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any, *, chat: bool = False) -> np.ndarray:
     """A prompt's ids, int32 ``[length]``.
 
     Args:
-        text: the prompt.
+        prompt: a text; or a chat, messages ``{"role": ..., "content": ...}``, the last of which is to be answered.
         tokenizer: of :func:`~lsjax.text.tokenizer.load_tokenizer`, or any of transformers.
-        chat: put the text into the tokenizer's chat template, as a user's turn that is to be answered.
+        chat: put a text into the tokenizer's chat template, as a user's turn that is to be answered.
 
     Raises:
-        ValueError: ``chat``, and the tokenizer has no chat template.
+        ValueError: messages that are none; a chat, and the tokenizer has no chat template or the template refuses it.
     """
-    if chat:
-        turns = [{"role": "user", "content": text}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    if isinstance(prompt, str) and not chat:
+        return np.array(tokenizer(prompt)["input_ids"], np.int32)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("chat: expected a tokenizer with a chat template, got one whose chat_template is None")
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        raise ValueError(f"chat: the tokenizer's chat template refuses these messages: {error}") from error
     # A chat template writes the special tokens itself.
-    return np.array(tokenizer(text, add_special_tokens=not chat)["input_ids"], np.int32)
+    return np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    """A chat's messages, checked."""
+    messages = list(given)
+    for message in messages:
+        match message:
+            case {"role": str(), "content": str()}:
+                continue
+        raise ValueError(f'messages: expected {{"role": "user", "content": "..."}} and so on, got {message!r}')
+    if not messages:
+        raise ValueError("messages: expected at least one, got an empty list")
+    return [dict(message) for message in messages]
 
 
 def pad_rows(rows: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
