@@ -30,6 +30,7 @@ from lsjax.training import (
     evaluate,
     forget_training,
     load_trained,
+    loop,
     measure_drafts,
     pack,
     read_log,
@@ -37,7 +38,7 @@ from lsjax.training import (
     train,
 )
 from lsjax.training.checkpoint import Checkpoints
-from lsjax.training.recipe import init_state
+from lsjax.training.recipe import init_state, train_step
 
 CONFIG = lsjax.LlamaConfig(
     vocab_size=32,
@@ -71,6 +72,22 @@ def counting(documents: int, seed: int) -> list[Document]:
 
 
 ROWS, HELD_OUT = pack(counting(60, 0), 16), pack(counting(12, 1), 16)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    """Slower code in less time: the programs are tiny."""
+
+    @functools.cache
+    def compiled(recipe, replicated):
+        options = {"donate_argnums": 0, "out_shardings": replicated}
+        return jax.jit(
+            functools.partial(train_step, recipe), **options, compiler_options={"xla_backend_optimization_level": 0}
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "_compiled_step", compiled)
+        yield
 
 
 @functools.cache
@@ -142,7 +159,7 @@ def test_what_a_training_leaves(uninterrupted):
 def test_an_early_exit_loss_teaches_the_early_layers(uninterrupted, tmp_path):
     _, with_exits = uninterrupted
     without = run(tmp_path, dataclasses.replace(RECIPE, early_exit=None, layer_dropout=None))
-    assert (with_exits.held_out.losses[1] < without.held_out.losses[1] - 0.3).all()
+    assert with_exits.held_out.losses[1] < without.held_out.losses[1] - 0.1
 
 
 @pytest.mark.parametrize("after", [1, 7, 10, 19])
@@ -307,7 +324,7 @@ def test_drafts_are_those_of_real_decoding(tmp_path):
 def test_data_must_fit_the_model(tmp_path):
     with pytest.raises(ValueError, match=r"tokens: expected ids in 0..31, got 40"):
         run(tmp_path, rows=pack([Document(np.full(40, 40, np.int32))], 16))
-    with pytest.raises(ValueError, match="held_out: expected rows of 17 tokens, like the others"):
+    with pytest.raises(ValueError, match="held_out: expected rows of 17 tokens, as those to train on"):
         run(tmp_path, rows=pack(counting(20, 0), 17))
     long = pack(counting(60, 0), 65)
     with pytest.raises(ValueError, match="rows: expected at most the model's 64 positions, got 65"):
