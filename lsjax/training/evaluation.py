@@ -70,9 +70,8 @@ def _evaluate(params: Params, batch: Batch, chunk: int | None, dtype: Any) -> tu
         agreeing = [jnp.sum((choice == choices[-1]) & (labels != IGNORED)) for choice in choices]
         return jnp.stack(losses), jnp.stack(agreeing)
 
-    size: int = chunk or batch.labels.shape[1]
-    states = [split_length(hidden, size, 0) for hidden in layer_outputs(params, batch, dtype=dtype)]
-    losses, agreeing = lax.map(look, (states, split_length(batch.labels, size, IGNORED)))
+    states = [split_length(hidden, chunk, 0) for hidden in layer_outputs(params, batch, dtype=dtype)]
+    losses, agreeing = lax.map(look, (states, split_length(batch.labels, chunk, IGNORED)))
     return losses.sum(axis=0), agreeing.sum(axis=0), jnp.sum(batch.labels != IGNORED)
 
 

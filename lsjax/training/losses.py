@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,47 +43,111 @@ def label_losses(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return jnp.where(valid, losses, 0)
 
 
-def cross_entropy(
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def weighted_losses(
     config: LlamaConfig,
+    chunk: int | None,
+    dtype: Any,
     head: dict[str, Any],
     hidden: jax.Array,
     labels: jax.Array,
-    *,
-    chunk: int | None = CHUNK,
-    dtype: Any = None,
-) -> jax.Array:
-    """The sum of ``-log p(label)`` over all positions that have a label: float32 ``[]``, 0 where none has.
+    weights: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropies of several exits, and their sum by weights, of which alone there is a gradient.
 
-    Norm, head and softmax run over ``chunk`` positions of each row at a time, and in reverse mode once more, so that
-    only so many logits exist at once. Weights are converted to ``dtype`` chunk by chunk, so that their gradients are
-    summed in their own.
+    Exits are taken one after the other, and ``chunk`` positions of each row at a time, so that logits exist of so many
+    only. Where a gradient is asked for it is made on the way, from the same logits: nothing is computed anew, and the
+    gradient of the head is one array to which all add. An exit whose weight is 0 costs nothing.
 
     Args:
-        config: the model's configuration.
+        config: static; the model's configuration, like the rest.
+        chunk: static; None: all positions at once.
+        dtype: static; what is computed in; None: the weights' own, in which the gradients of weights are summed anyway.
         head: of :func:`head_weights`.
-        hidden: ``[rows, length, hidden]``, any layer's output.
+        hidden: ``[exits, rows, length, hidden]``, the outputs of some layers.
         labels: int32 ``[rows, length]``, -100 where there is none.
-        chunk: static; None: the whole length at once, and nothing computed anew.
-        dtype: what is computed in; None: the weights' own.
-    """
+        weights: float32 ``[exits]``; no gradient flows to them.
 
-    def of(hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    Returns:
+        float32 ``[]``, the sum of ``weights * losses``; and ``losses``, float32 ``[exits]``, each the sum of
+        ``-log p(label)`` over all labels, 0 where the weight is.
+    """
+    labels = split_length(labels, chunk, IGNORED)
+
+    def on(hidden: jax.Array) -> jax.Array:
+        def add(total: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+            return total + _loss(config, dtype, head, *given), None
+
+        return lax.scan(add, jnp.zeros((), jnp.float32), (split_length(hidden, chunk, 0), labels))[0]
+
+    def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return lax.cond(given[1] > 0, on, lambda hidden: jnp.zeros((), jnp.float32), given[0])
+
+    losses = lax.map(one, (hidden, weights))
+    return jnp.vdot(weights, losses), losses
+
+
+def _forward(
+    config: LlamaConfig,
+    chunk: int | None,
+    dtype: Any,
+    head: dict[str, Any],
+    hidden: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array,
+) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, jax.Array]]:
+    """The same, and the gradients of the sum in the head and in ``hidden``."""
+    labels = split_length(labels, chunk, IGNORED)
+
+    def on(head_grad: Any, hidden: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        def add(carry: tuple[Any, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
+            (head_grad, total), (state, target) = carry, given
+            loss, pull_back = jax.vjp(lambda head, state: _loss(config, dtype, head, state, target), head, state)
+            of_head, of_state = pull_back(weight)
+            return (jax.tree.map(jnp.add, head_grad, of_head), total + loss), of_state
+
+        start = head_grad, jnp.zeros((), jnp.float32)
+        (head_grad, loss), grad = lax.scan(add, start, (split_length(hidden, chunk, 0), labels))
+        return head_grad, (join_length(grad, hidden.shape[1]), loss)
+
+    def off(head_grad: Any, hidden: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        return head_grad, (jnp.zeros_like(hidden), jnp.zeros((), jnp.float32))
+
+    def one(head_grad: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, tuple[jax.Array, jax.Array]]:
+        return lax.cond(given[1] > 0, on, off, head_grad, *given)
+
+    head_grad, (grads, losses) = lax.scan(one, jax.tree.map(jnp.zeros_like, head), (hidden, weights))
+    return (jnp.vdot(weights, losses), losses), (head_grad, grads)
+
+
+def _backward(
+    config: LlamaConfig, chunk: int | None, dtype: Any, grads: tuple[Any, jax.Array], cotangents: tuple[Any, Any]
+) -> tuple[Any, jax.Array, None, None]:
+    scale = cotangents[0]
+    of_head, of_hidden = jax.tree.map(lambda grad: (grad * scale).astype(grad.dtype), grads)
+    return of_head, of_hidden, None, None
+
+
+weighted_losses.defvjp(_forward, _backward)
+
+
+def _loss(config: LlamaConfig, dtype: Any, head: dict[str, Any], hidden: jax.Array, labels: jax.Array) -> jax.Array:
+    with jax.named_scope("cross_entropy"):
         return label_losses(exit_logits(config, head, hidden, dtype), labels).sum()
 
-    with jax.named_scope("cross_entropy"):
-        if chunk is None:
-            return of(hidden, labels)
-        chunks = split_length(hidden, chunk, 0), split_length(labels, chunk, IGNORED)
-        step = jax.checkpoint(lambda total, given: (total + of(*given), None), prevent_cse=False)
-        return lax.scan(step, jnp.zeros((), jnp.float32), chunks)[0]
 
-
-def split_length(x: jax.Array, chunk: int, fill: int) -> jax.Array:
+def split_length(x: jax.Array, chunk: int | None, fill: int) -> jax.Array:
     """``[rows, length, ...]`` to ``[chunks, rows, chunk, ...]``; rows stay an axis, split between devices or not."""
-    chunk = min(chunk, x.shape[1])
+    chunk = x.shape[1] if chunk is None else min(chunk, x.shape[1])
     widths = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
     x = jnp.pad(x, widths, constant_values=fill)
     return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
+
+
+def join_length(x: jax.Array, length: int) -> jax.Array:
+    """The inverse of :func:`split_length`."""
+    x = jnp.moveaxis(x, 0, 1)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
 
 
 def exit_losses(
@@ -95,35 +160,26 @@ def exit_losses(
     chunk: int | None = CHUNK,
     dtype: Any = None,
     remat: bool = False,
-) -> jax.Array:
-    """Each exit's cross-entropy, summed over the labels: float32 ``[layers]``, 0 for exits whose weight is 0.
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of a batch, not divided by its labels: float32 ``[]``; and that of each exit, float32 ``[layers]``.
 
     Args:
         params: the model.
         batch: what it reads, and the labels.
-        weights: float32 ``[layers]``; an exit whose weight is 0 costs nothing.
+        weights: float32 ``[layers]``; an exit whose weight is 0 costs nothing, and its loss is 0.
         possible: static ``[layers]``; exits that may have a weight at all.
         kept: as of :func:`~lsjax.training.forward.layer_outputs`, like the rest.
-        chunk: as of :func:`cross_entropy`.
+        chunk: as of :func:`weighted_losses`.
         dtype: what is computed in.
         remat: whether layers are computed anew in reverse mode.
     """
-    last = params.config.num_hidden_layers - 1
-
-    # The head alone goes through the conditionals: reverse mode makes zeros of what does, for exits that are off.
-    def loss(head: dict[str, Any], hidden: jax.Array) -> jax.Array:
-        return cross_entropy(params.config, head, hidden, batch.labels, chunk=chunk, dtype=dtype)
-
-    head = head_weights(params)
-    found = []
-    for layer, hidden in enumerate(layer_outputs(params, batch, kept, dtype=dtype, remat=remat)):
-        if layer == last:
-            found.append(loss(head, hidden))
-        elif possible[layer]:
-            found.append(lax.cond(weights[layer] > 0, loss, lambda *_: jnp.zeros((), jnp.float32), head, hidden))
-        else:
-            found.append(jnp.zeros((), jnp.float32))
-    return jnp.stack(found)
+    exits = np.flatnonzero(possible)
+    outputs = layer_outputs(params, batch, kept, dtype=dtype, remat=remat)
+    hidden = jnp.stack([output for layer, output in enumerate(outputs) if possible[layer]])
+    head, at = head_weights(params), weights[exits]
+    found: Any = weighted_losses(params.config, chunk, dtype, head, hidden, batch.labels, at)
+    total, losses = found
+    return total, jnp.zeros(len(weights), jnp.float32).at[exits].set(losses)
 
 
 def last_layer_alone(num_layers: int) -> np.ndarray:

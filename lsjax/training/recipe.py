@@ -181,17 +181,17 @@ def gradients(
     possible = possible_exits(recipe.early_exit, layers)
 
     def loss(tree: dict[str, Any], part: Batch, kept: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        losses = share * exit_losses(
+        total, losses = exit_losses(
             params.tree_unflatten(params.config, (recipe.optimizer.freeze(tree),)),
             part,
-            weights,
+            share * weights,
             possible=possible,
             kept=None if kept is None else kept.T,
             chunk=recipe.loss_chunk or None,
             dtype=jnp.dtype(recipe.dtype),
             remat=recipe.remat,
         )
-        return jnp.vdot(weights, losses), losses
+        return total, share * losses
 
     differentiate = jax.grad(loss, has_aux=True)
     if recipe.accumulation == 1:
