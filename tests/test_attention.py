@@ -15,16 +15,55 @@ from lsjax.model.cache import LayerCache, init_cache, read, write
 from lsjax.model.llama import Llama
 
 
-def plain(query, key, value, positions):
-    """Softmax attention in float64, all keys at once."""
+def plain(query, key, value, positions, same=True):
+    """Softmax attention in float64, all keys at once; ``same`` further restricts what each query sees."""
     group = query.shape[2] // key.shape[1]
     key, value = (np.repeat(np.asarray(x, np.float64), group, axis=1) for x in (key, value))
     scores = np.einsum("bqhd,bhkd->bhqk", np.asarray(query, np.float64), key) / np.sqrt(query.shape[-1])
-    visible = np.arange(key.shape[2]) <= positions[:, None, :, None]
+    visible = (np.arange(key.shape[2]) <= positions[:, None, :, None]) & same
     scores = np.where(visible, scores, -np.inf)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
     return np.einsum("bhqk,bhkd->bqhd", weights, value).reshape(*query.shape[:2], -1)
+
+
+@pytest.mark.parametrize("length", [1, 63, 130, 256, 300, 2500])
+def test_attention_within_documents_equals_the_definition(length):
+    """One span and eight, spans in one block and in several, and lengths that none of them divide."""
+    rng = np.random.default_rng(length)
+    rows, positions = (3, np.tile(np.arange(length), (3, 1))) if length < 1000 else (1, np.arange(length)[None])
+    query = rng.normal(size=(rows, length, 4, 8)).astype(np.float32)
+    key, value = rng.normal(size=(2, rows, 2, length, 8)).astype(np.float32)
+    documents = np.sort(rng.integers(0, 4, (rows, length)), axis=1).astype(np.int32)
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    expected = plain(query, key, value, positions, same)
+    np.testing.assert_allclose(jax.jit(attention.attend_documents)(query, key, value, documents), expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [70, 300, 2100])
+def test_attention_within_documents_has_the_gradient_of_the_definition(length):
+    """Against a plain softmax that JAX differentiates, under long rows' rematerialisation too."""
+    rng = np.random.default_rng(length)
+    query = rng.normal(size=(1, length, 2, 4)).astype(np.float32)
+    key, value = rng.normal(size=(2, 1, 1, length, 4)).astype(np.float32)
+    documents = jnp.asarray(np.sort(rng.integers(0, 3, (1, length)), axis=1), jnp.int32)
+    direction = rng.normal(size=(1, length, 8)).astype(np.float32)
+
+    def simple(query, key, value):
+        scores = jnp.einsum("bqhd,bkd->bhqk", query, key[:, 0]) / 2
+        visible = jnp.tri(length, dtype=bool) & (documents[:, :, None] == documents[:, None, :])
+        weights = jax.nn.softmax(jnp.where(visible[:, None], scores, -jnp.inf))
+        return jnp.einsum("bhqk,bkd->bqhd", weights, value[:, 0]).reshape(1, length, 8)
+
+    def ours(query, key, value):
+        return attention.attend_documents(query, key, value, documents)
+
+    expected, found = (
+        jax.jit(jax.grad(lambda *args, mix=mix: jnp.vdot(mix(*args), direction), argnums=(0, 1, 2)))(query, key, value)
+        for mix in (simple, ours)
+    )
+    for plain_grad, grad in zip(expected, found, strict=True):
+        np.testing.assert_allclose(grad, plain_grad, atol=1e-4)
 
 
 @pytest.mark.parametrize("slots", [7, 256, 300, 513])

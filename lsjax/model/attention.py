@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +13,7 @@ from lsjax.model.projection import on_cpu
 
 BLOCK = 256  # keys (and, in long prompts, queries) taken at a time, at most
 _LEAST_BLOCK = 32
+_LEAST_SPAN, _MOST_SPANS = 64, 8  # queries that read no further than their last, in training; and how many such spans
 _CACHED_BYTES = 512 * 1024  # of keys in one block: what stays in a CPU core's own cache between its two readings
 
 
@@ -45,7 +48,8 @@ def attend(query: jax.Array, cache: LayerCache, positions: jax.Array, used: jax.
 def attend_documents(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
     """Softmax attention over the earlier positions of the same document, for training: rows of packed documents.
 
-    Queries are taken in blocks that reverse mode computes anew, so that memory grows with the length, not its square.
+    Queries are taken in a few spans that read only the keys up to their own end, and in long rows these in blocks, all
+    of which reverse mode computes anew, so that memory grows with the length, not its square.
 
     Args:
         query: ``[batch, length, heads, head_dim]``, rotated.
@@ -56,26 +60,40 @@ def attend_documents(query: jax.Array, key: jax.Array, value: jax.Array, documen
     Returns:
         ``[batch, length, heads * head_dim]`` in the query's dtype.
     """
-    batch, length, heads, head_dim = query.shape
-    kv_heads = key.shape[1]
-    group, block = heads // kv_heads, min(BLOCK, length)
-    order = jnp.arange(length)
+    length = query.shape[1]
+    span = -(-length // max(1, min(_MOST_SPANS, length // _LEAST_SPAN)))
+    mixed = []
+    for first in range(0, length, span):
+        end = min(first + span, length)
+        attend_span = functools.partial(_attend_span, first)
+        if span <= BLOCK < length:
+            attend_span = jax.checkpoint(attend_span)
+        mixed.append(attend_span(query[:, first:end], key[:, :, :end], value[:, :, :end], documents[:, :end]))
+    return jnp.concatenate(mixed, axis=1)
 
-    def one(queries: jax.Array, own: jax.Array, first: jax.Array | int) -> jax.Array:
+
+def _attend_span(first: int, query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
+    """The same for queries from position ``first`` to the last key's."""
+    batch, length, heads, head_dim = query.shape
+    kv_heads, slots = key.shape[1:3]
+    group, block, order = heads // kv_heads, min(BLOCK, length), jnp.arange(slots)
+
+    def one(queries: jax.Array, own: jax.Array, begin: jax.Array | int) -> jax.Array:
         grouped = queries.reshape(batch, block, kv_heads, group, head_dim).transpose(0, 2, 1, 3, 4)
         grouped = grouped.reshape(batch, kv_heads, block * group, head_dim)
         scores = _batched_dot(grouped, key, contract=(3, 3)) * head_dim**-0.5
-        earlier = order <= first + jnp.arange(block)[:, None]
+        earlier = order <= begin + jnp.arange(block)[:, None]
         visible = earlier & (own[:, :, None] == documents[:, None, :])  # itself always
         scores = jnp.where(jnp.repeat(visible, group, axis=1)[:, None], scores, -jnp.inf)
         mixed = _batched_dot(jax.nn.softmax(scores).astype(value.dtype), value, contract=(3, 2)).astype(query.dtype)
         mixed = mixed.reshape(batch, kv_heads, block, group, head_dim).transpose(0, 2, 1, 3, 4)
         return mixed.reshape(batch, block, heads * head_dim)
 
+    own = documents[:, first:]
     if block == length:
-        return one(query, documents, 0)
-    queries, own = _split(query, block, "constant"), _split(documents, block, "edge")
-    blocks = queries, own, jnp.arange(0, len(own) * block, block)
+        return one(query, own, first)
+    queries, own = _split(query, block, "constant"), _split(own, block, "edge")
+    blocks = queries, own, first + jnp.arange(0, len(own) * block, block)
     return _join(lax.map(jax.checkpoint(lambda given: one(*given), prevent_cse=False), blocks), length)
 
 
