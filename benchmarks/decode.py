@@ -3,8 +3,8 @@
     python benchmarks/decode.py [--dtypes float32,bfloat16] [--batches 1,4,16] [--exit-layer 4] [--prefill 128,512,2048]
 
 Both sides write the same number of greedy tokens after the same prompts, EOS off, and are timed in turns; transformers
-with the attention and number of threads that it is fastest with here. Where ``llama_cpp`` is installed and the model
-is a .gguf file (``--gguf``), llama.cpp is a third column at batch 1.
+with the attention and number of threads that it is fastest with here. Where llama-cpp-python is installed (best built
+with ``CMAKE_ARGS=-DGGML_NATIVE=ON``), llama.cpp is compared at batch 1, in the same way and on the same numbers.
 """
 
 import gc
@@ -33,14 +33,18 @@ def main() -> None:
     parser.add_argument("--prompt-length", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--prefill", default="128,512,2048")
-    parser.add_argument("--gguf", type=Path, help="the same model for llama.cpp")
     parser.add_argument("--name", default="decode", help="of the results' files")
     options = parser.parse_args()
     runs = [_run(options, dtype) for dtype in options.dtypes.split(",")]
-    header = ["", *(f"{run['dtype']}: {column}" for run in runs for column in ("lsjax", "transformers", "ratio"))]
+    header = [""]
+    for run in runs:
+        columns = ["lsjax", *(column for name in run["rivals"] for column in (name, "ratio"))]
+        header += [f"{run['dtype']}: {column}" for column in columns]
     table = common.to_table(header, _rows(runs))
     notes = "".join(
-        f"\n\n{run['dtype']}: transformers with {run['transformers']}; lsjax's autoregressive step "
+        f"\n\n{run['dtype']}: "
+        + "".join(f"{name} with {setting}; " for name, setting in run["rivals"].items())
+        + "lsjax's autoregressive step "
         f"{1000 * run['step_seconds']:.1f} ms, {run['bandwidth_utilization']:.2f} of the bound at "
         f"{run['bandwidth'] / 1e9:.1f} GB/s; {run['temporaries'] / 1e6:.1f} MB of temporaries, weights "
         f"{run['weight_bytes'] / 1e6:.0f} MB."
@@ -54,8 +58,12 @@ def _run(options: Any, dtype: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         params = lsjax.load(options.model, dtype=dtype)
         theirs = rivals.Transformers(rivals.save_for_rivals(params, Path(folder) / "model"), dtype)
+        other = None
+        lengths = list(map(int, filter(None, options.prefill.split(","))))
+        if rivals.LlamaCpp.is_installed() and params.config.rope_scaling is None:
+            slots = max([options.prompt_length + new, *lengths])
+            other = rivals.LlamaCpp(rivals.save_gguf(params, Path(folder) / "model.gguf"), dtype, slots)
     model = lsjax.prepare(params, donate=True)
-    other = None if options.gguf is None else rivals.LlamaCpp(options.gguf)
     del params
     calls: dict[Any, Any] = {}
     for batch in map(int, options.batches.split(",")):
@@ -68,7 +76,7 @@ def _run(options: Any, dtype: str) -> dict[str, Any]:
         calls["early exit", batch, "lsjax"] = _ours(model, tokens, new, **drafts)
         if batch == 1:  # more rows transformers refuses
             calls["early exit", 1, "transformers"] = _theirs(theirs, tokens, new, options.exit_layer)
-    for length in map(int, filter(None, options.prefill.split(","))):
+    for length in lengths:
         tokens = common.prompts(options.model, model.config, 1, length)
         calls["prefill", length, "lsjax"] = _ours(model, tokens, 1)
         calls["prefill", length, "transformers"] = _theirs(theirs, tokens, 1)
@@ -101,7 +109,7 @@ def _run(options: Any, dtype: str) -> dict[str, Any]:
     memory: Any = compiled.lower(model, tokens).compile().memory_analysis()
     found = {
         "dtype": dtype,
-        "transformers": theirs.setting,
+        "rivals": {rival.name: rival.setting for rival in (theirs, other) if rival is not None},
         "new_tokens": new,
         "prompt_length": options.prompt_length,
         "exit_layer": options.exit_layer,
@@ -113,7 +121,7 @@ def _run(options: Any, dtype: str) -> dict[str, Any]:
         "weight_bytes": model.num_bytes,
         "entries": entries,
     }
-    del theirs, model, calls, timings, step
+    del theirs, other, model, calls, timings, step
     gc.collect()
     return found
 
@@ -128,17 +136,17 @@ def _theirs(rival: Any, tokens: np.ndarray, new: int, *plan: Any) -> Any:
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[list[Any]]:
-    """One row a kind and size, three columns a run."""
+    """One row a kind and size; for each run a column, and two for each rival."""
     rows = []
     for kind, size in dict.fromkeys((entry["kind"], entry["size"]) for run in runs for entry in run["entries"]):
-        label = f"{kind}, {size} tokens" if kind == "prefill" else f"{kind}, batch {size}"
-        row = [label]
+        row = [f"{kind}, {size} tokens" if kind == "prefill" else f"{kind}, batch {size}"]
         for run in runs:
             found = {e["system"]: e for e in run["entries"] if (e["kind"], e["size"]) == (kind, size)}
-            ours, theirs = found["lsjax"], found.get("transformers")
-            row.append(f"{ours['tokens_per_second']['median']:.1f}")
-            row.append("-" if theirs is None else f"{theirs['tokens_per_second']['median']:.1f}")
-            row.append("-" if theirs is None else f"{theirs['ratio']['median']:.2f}")
+            row.append(f"{found['lsjax']['tokens_per_second']['median']:.1f}")
+            for name in run["rivals"]:
+                theirs = found.get(name)
+                row.append("-" if theirs is None else f"{theirs['tokens_per_second']['median']:.1f}")
+                row.append("-" if theirs is None else f"{theirs['ratio']['median']:.2f}")
         rows.append(row)
     return rows
 
@@ -147,11 +155,13 @@ def _draw(runs: list[dict[str, Any]], options: Any) -> Figure:
     figure = Figure(figsize=(9, 3.8 * len(runs)), layout="constrained")
     for axes, run in zip(figure.subplots(len(runs), 1, squeeze=False)[:, 0], runs, strict=True):
         labels = list(dict.fromkeys((e["kind"], e["size"]) for e in run["entries"]))
-        for offset, (system, color) in enumerate((("lsjax", common.OURS), ("transformers", common.THEIRS))):
+        systems = ["lsjax", *run["rivals"]]
+        width, colors = 0.8 / len(systems), (common.OURS, common.THEIRS, common.BOUND)
+        for offset, (system, color) in enumerate(zip(systems, colors, strict=False)):
             chosen = [e for e in run["entries"] if e["system"] == system]
-            at = [labels.index((e["kind"], e["size"])) + 0.4 * offset - 0.2 for e in chosen]
+            at = [labels.index((e["kind"], e["size"])) + width * (offset - (len(systems) - 1) / 2) for e in chosen]
             values = [e["tokens_per_second"]["median"] for e in chosen]
-            bars = axes.bar(at, values, 0.38, color=color, label=system)
+            bars = axes.bar(at, values, 0.95 * width, color=color, label=system)
             axes.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values], fontsize=7)
         names = [f"{kind}\n{size} tokens" if kind == "prefill" else f"{kind}\nbatch {size}" for kind, size in labels]
         axes.set_xticks(range(len(labels)), names, fontsize=7)

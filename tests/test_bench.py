@@ -20,7 +20,9 @@ import lsjax
 import lsjax.cli
 from lsjax.cli import bench
 from lsjax.decode import generate as decoding
+from lsjax.decode.options import make_options
 from lsjax.decode.prompts import Prompts
+from lsjax.decode.sampling import make_sampling
 from lsjax.measure import benchmark
 from lsjax.measure.difference import Difference
 from lsjax.measure.timing import Spread, time_in_turns
@@ -317,10 +319,20 @@ def test_long_texts_are_warned_of_once(params):
 
 
 def test_lower_takes_what_generate_takes_and_finds_its_program(params):
-    ours, theirs = (inspect.signature(function).parameters for function in (decoding._read_call, decoding.generate))
-    assert {name: (one.kind, one.default) for name, one in ours.items()} == {
-        name: (one.kind, one.default) for name, one in theirs.items()
-    }
+    def defaults(*functions):
+        return {
+            name: (one.kind, one.default)
+            for function in functions
+            for name, one in inspect.signature(function).parameters.items()
+            if one.kind is not one.VAR_KEYWORD
+        }
+
+    # What reads a call hands the rest on; the first arguments of these are no options.
+    handed_on = defaults(make_options, make_sampling)
+    for name in ("config", "batch", "slots"):
+        del handed_on[name]
+    assert defaults(decoding._read_call) | handed_on == defaults(decoding.generate)
+    assert handed_on.items() <= defaults(lsjax.prefill).items()
     options: dict[str, Any] = {"prompt_lengths": LENGTHS, "exit_layer": 1, "max_new_tokens": NEW, "eos_token_id": ()}
     compiled = decoding.lower(params, PROMPTS, **options).compile()
     assert "while" in str(compiled.as_text())

@@ -1,14 +1,17 @@
 """The benchmarks as they stand, with a tiny model: a rehearsal, whose figures mean nothing and are only looked for."""
 
+import dataclasses
 import importlib
+import importlib.util
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
-from checkpoints import model_config
+from checkpoints import assert_same_arrays, model_config
 from support import random_params
 
 import lsjax
@@ -41,12 +44,32 @@ def test_decode(model, tmp_path, monkeypatch):
     pytest.importorskip("torch")
     arguments = ["--model", model, "--dtypes", "float32", "--batches", "2,1", "--exit-layer", 1, "--new-tokens", 6]
     (found,) = run("decode", [*arguments, "--prefill", "16"], tmp_path, monkeypatch)["runs"]
-    compared = {(entry["kind"], entry["size"]): entry for entry in found["entries"] if entry["system"] != "lsjax"}
-    assert compared.keys() == {("autoregressive", 1), ("autoregressive", 2), ("early exit", 1), ("prefill", 16)}
-    assert all(entry["same_tokens"] for entry in compared.values())
-    assert all(entry["ratio"]["median"] > 0 for entry in compared.values())
+    compared = [entry for entry in found["entries"] if entry["system"] != "lsjax"]
+    expected = {"transformers": {("autoregressive", 1), ("autoregressive", 2), ("early exit", 1), ("prefill", 16)}}
+    if importlib.util.find_spec("llama_cpp") is not None:
+        expected["llama.cpp"] = {("autoregressive", 1), ("prefill", 16)}
+    assert found["rivals"].keys() == expected.keys()
+    for name, kinds in expected.items():
+        assert {(entry["kind"], entry["size"]) for entry in compared if entry["system"] == name} == kinds
+    assert all(entry["same_tokens"] for entry in compared)
+    assert all(entry["ratio"]["median"] > 0 for entry in compared)
     assert found["bandwidth_utilization"] > 0
     assert (tmp_path / "decode.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_file_for_llama_cpp_holds_the_same_numbers(dtype, tmp_path, monkeypatch):
+    pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    rivals = importlib.import_module("rivals")
+    params = random_params(model_config(num_key_value_heads=2, attention_bias=True), 1)
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+    loaded = lsjax.load(rivals.save_gguf(params, tmp_path / "model.gguf"))
+    assert loaded.config.num_key_value_heads == 2
+    assert_same_arrays(loaded, jax.tree.map(lambda leaf: leaf.astype("float32"), params))
+    scaled = dataclasses.replace(params.config, rope_scaling=lsjax.config.RopeScaling("linear", factor=2.0))
+    with pytest.raises(ValueError, match="rope_scaling: expected None"):
+        rivals.save_gguf(lsjax.Params(scaled, params.tree), tmp_path / "scaled.gguf")
 
 
 @pytest.mark.slow

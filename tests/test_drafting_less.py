@@ -5,8 +5,8 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
-from options import DATA, NEW, ROWS, generate
 from oracle import CONFIG
+from plain_decoding import DATA, NEW, ROWS, generate
 from support import random_params
 
 import lsjax

@@ -7,8 +7,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from options import DATA, EOS, EOS_OF_THE_MODEL, FORBIDDEN, NEW, ROWS, generate, generate_once, new_tokens, plain_text
 from oracle import CONFIG
+from plain_decoding import (
+    DATA,
+    EOS,
+    EOS_OF_THE_MODEL,
+    FORBIDDEN,
+    NEW,
+    ROWS,
+    generate,
+    generate_once,
+    new_tokens,
+    plain_text,
+)
 from support import compiled_programs
 
 import lsjax

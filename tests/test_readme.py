@@ -10,7 +10,7 @@ README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 @pytest.mark.demo
 def test_the_api_example_runs_as_it_stands(capsys):
-    code, options, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    code, options, texts, _ = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     assert len(code.strip().splitlines()) <= 12
     scope: dict = {}
     exec(compile(code, "README.md", "exec"), scope)
@@ -20,6 +20,10 @@ def test_the_api_example_runs_as_it_stands(capsys):
     exec(compile(options, "README.md", "exec"), scope)
     assert capsys.readouterr().out.startswith("The capital of France is")
     assert scope["out"].scores.top_tokens.shape == (len(scope["tokens"]) + 24, 5)
+    exec(compile(texts, "README.md", "exec"), scope)
+    assert scope["answer"].finish_reason == "stop"
+    assert "Pari" not in scope["answer"].text
+    assert len(capsys.readouterr().out.splitlines()[-1]) > 40
 
 
 def test_the_experiment_runs_as_it_stands():

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from options import DATA, NEW, generate, new_tokens, prompt
+from plain_decoding import DATA, NEW, generate, new_tokens, prompt
 from support import compiled_programs
 
 import lsjax

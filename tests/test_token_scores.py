@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from options import (
+from plain_decoding import (
     DATA,
     EOS_OF_THE_MODEL,
     FORBIDDEN,
