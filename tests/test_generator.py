@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -314,6 +315,20 @@ def test_more_that_is_refused(generator):
             strict.generate(**chat)
     with pytest.raises(TypeError, match=r"params: expected lsjax\.Params"):
         TextGenerator(generator.params.tree, generator.tokenizer)
+
+
+def test_a_warning_points_at_the_callers_line(generator):
+    config = dataclasses.replace(generator.params.config, max_position_embeddings=8)
+    short = TextGenerator(lsjax.Params(config, random_params(config, 3).tree), generator.tokenizer)
+    for call in (
+        lambda: short.generate("abc", max_new_tokens=9),
+        lambda: short.generate("abc", max_new_tokens=9, stop="x"),
+        lambda: short.stream("abc", max_new_tokens=9),
+        lambda: lsjax.stream(short.params, [1, 2, 3], max_new_tokens=9),
+    ):
+        with pytest.warns(UserWarning, match="12 tokens .* max_position_embeddings=8") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
 
 
 # A real model.
