@@ -134,7 +134,12 @@ STRATEGIES = [SPECULATIVE, {"exit_layer": 1, "strategy": "early_exit"}, {}]
 
 @pytest.mark.parametrize(
     ("strategy", "drawing"),
-    [(STRATEGIES[0], {}), (STRATEGIES[0], {"temperature": 0.7}), (STRATEGIES[1], {}), (STRATEGIES[2], {"top_k": 50})],
+    [
+        (STRATEGIES[0], {}),
+        pytest.param(STRATEGIES[0], {"temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param(STRATEGIES[1], {}, marks=pytest.mark.slow),
+        (STRATEGIES[2], {"top_k": 50}),
+    ],
 )
 def test_stop_strings_in_a_batch(generator, strategy, drawing):
     """Each row's text, tokens and scores are the beginning of what is written without stop strings."""
@@ -199,7 +204,7 @@ def test_the_first_word_keeps_its_space(generator):
 # As it is written.
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[::2])
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], pytest.param(STRATEGIES[2], marks=pytest.mark.slow)])
 def test_pieces_are_the_text_that_generate_returns(generator, plain, strategy):
     options = {"max_new_tokens": NEW, "capacity": 64, "log_probs": True, **strategy}
     stop = plain[1].text[12:14]
