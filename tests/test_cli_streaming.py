@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from chats import answer_alone, answers_alone
 from checkpoints import model_config, write_byte_tokenizer
 from support import random_params
 
 import lsjax.cli
 import lsjax.io
-from lsjax.cli import repl, streaming
+from lsjax.cli import generate, repl, streaming
+from lsjax.cli.text_options import drawing
 from lsjax.text.generator import TextGenerator
 from lsjax.text.streaming import TextPiece
 from lsjax.text.tokenizer import load_tokenizer
@@ -28,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("fewer_optimizations")
 
 CHAT = "{% for turn in messages %}<s>{{ turn.role }}:{{ turn.content }}</s>{% endfor %}<s>assistant:"
 NEW = 14
+DRAWING = {"top_k": 20, "temperature": 0.8}
+DRAWN = ["--top-k", "20", "--temperature", "0.8"]
 GREEN, MAGENTA, PLAIN = "\033[32m", "\033[35m", "\033[0m"
 
 
@@ -81,13 +85,12 @@ def test_a_streamed_text_is_the_text(call, generator):
 
 
 def test_several_prompts_are_streamed_one_after_the_other(call):
-    """Each as the row of a batch that it is without --stream, drawn tokens too."""
-    arguments = ["--prompt", "Once upon", "--prompt", "A time", "--exit-layer", "1"]
-    for drawing in ([], ["--temperature", "0.9", "--seed", "5"]):
-        _, batch, _ = call("generate", *arguments, *drawing)
-        status, out, _ = call("generate", *arguments, *drawing, "--stream")
-        assert (status, out) == (0, batch)
-        assert out.startswith("== prompt 1: Once upon\n")
+    """Each as the row of a batch that it is without --stream."""
+    arguments = ["--prompt", "Once upon", "--prompt", "A time", *DRAWN, "--seed", "5"]
+    _, batch, _ = call("generate", *arguments)
+    status, out, _ = call("generate", *arguments, "--stream")
+    assert (status, out) == (0, batch)
+    assert out.startswith("== prompt 1: Once upon\n")
 
 
 class Terminal(io.StringIO):
@@ -141,12 +144,12 @@ def test_stop_strings(call, generator, stream):
 
 
 def test_json_says_what_was_asked_for_and_why_texts_ended(call, generator):
-    options: dict[str, Any] = {"key": jax.random.key(7), "top_k": 20, "temperature": 0.5, "max_new_tokens": NEW}
+    options: dict[str, Any] = {"key": jax.random.key(7), "max_new_tokens": NEW, **DRAWING}
     whole = generator.generate(["Once upon"], **options)[0]
-    arguments = ["--prompt", "Once upon", "--top-k", "20", "--temperature", "0.5", "--seed", "7", "--json"]
+    arguments = ["--prompt", "Once upon", *DRAWN, "--seed", "7", "--json"]
     _, out, _ = call("generate", *arguments)
     report = json.loads(out)
-    assert (report["top_k"], report["temperature"], report["seed"]) == (20, 0.5, 7)
+    assert (report["top_k"], report["temperature"], report["seed"]) == (20, 0.8, 7)
     assert (report["results"][0]["text"], report["results"][0]["finish_reason"]) == (whole.text, "length")
     _, out, _ = call("generate", *arguments, "--stop", whole.text[3])
     report = json.loads(out)
@@ -155,11 +158,18 @@ def test_json_says_what_was_asked_for_and_why_texts_ended(call, generator):
     assert report["results"][0]["text"] == whole.text[: whole.text.index(whole.text[3])]
 
 
-def test_drawn_texts_depend_on_the_seed_alone(call):
-    drawn = [call("generate", "--prompt", "Once", *options)[1] for options in (["--seed", "1"], ["--seed", "2"])]
-    assert len(set(drawn)) == 2
-    assert call("generate", "--prompt", "Once", "--seed", "1", "--temperature", "1")[1] == drawn[0]
-    assert call("generate", "--prompt", "Once", "--temperature", "0")[1] == call("generate", "--prompt", "Once")[1]
+def test_drawn_texts_depend_on_the_seed(call):
+    first, second, again = (call("generate", "--prompt", "Once", *DRAWN, "--seed", seed)[1] for seed in "121")
+    assert first == again != second
+
+
+def test_any_option_of_drawing_is_enough():
+    def read(*arguments: str) -> dict[str, Any]:
+        return drawing(generate.make_parser().parse_args(["--model", "m", *arguments]))
+
+    assert read() == {}
+    assert read("--seed", "7") == {"key": jax.random.key(7)}
+    assert read("--min-p", "0.1", "--top-p", "0.5") == {"min_p": 0.1, "top_p": 0.5, "key": jax.random.key(0)}
 
 
 def test_stop_strings_that_cannot_be_are_wrong_usage(call):
@@ -187,15 +197,9 @@ def chat(call, monkeypatch):
     return run
 
 
-def answers(generator, *said: str, system: str | None = None, **options: Any) -> list[str]:
+def answers(generator, *said: str, **options: Any) -> list[str]:
     """What the model answers to each message in turn, every conversation read anew."""
-    messages = [] if system is None else [{"role": "system", "content": system}]
-    found = []
-    for text in said:
-        messages.append({"role": "user", "content": text})
-        found.append(generator.generate(messages, max_new_tokens=NEW, **options).text)
-        messages.append({"role": "assistant", "content": found[-1]})
-    return found
+    return answers_alone(generator, list(said), NEW, **options)
 
 
 def test_a_conversation(chat, generator):
@@ -227,8 +231,8 @@ def test_stop_strings_and_seeds_in_a_chat(chat, generator):
     (whole,) = answers(generator, "Hello")
     _, out, _ = chat(["Hello"], "--stop", whole[4])
     assert out == whole[: whole.index(whole[4])] + "\n"
-    _, out, _ = chat(["Hello", "More"], "--seed", "3", "--top-k", "20")
-    expected = answers(generator, "Hello", "More", key=jax.random.key(3), top_k=20)
+    _, out, _ = chat(["Hello", "More"], *DRAWN, "--seed", "3")
+    expected = answers(generator, "Hello", "More", key=jax.random.key(3), **DRAWING)
     assert out.splitlines() == expected
 
 
@@ -257,7 +261,7 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(chat, generator, monke
     (whole,) = answers(generator, "Hello")
     assert whole.startswith(cut)
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": cut}]
-    second = generator.generate([*messages, {"role": "user", "content": "Go on"}], max_new_tokens=NEW).text
+    second = answer_alone(generator, [*messages, {"role": "user", "content": "Go on"}], NEW)
     assert (status, out) == (0, f"{cut}\n{second}\n")
     assert err[0].startswith("(autoregressive: 2 new tokens")
     assert signal.getsignal(signal.SIGINT) == before

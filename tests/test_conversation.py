@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from chats import answer_alone
 from checkpoints import model_config
 from support import counted_compilations, random_params
 from vocabularies import byte_level
@@ -37,9 +38,8 @@ def say(conversation: Conversation, text: str) -> str:
 
 
 def alone(generator, messages, **options) -> str:
-    """What the model answers to the whole chat as one prompt."""
-    options = OPTIONS | {"exit_layer": None, "strategy": None, "num_speculations": 0} | options
-    return generator.generate(messages, **options).text
+    """What the model answers to the whole chat as one prompt, without drafts."""
+    return answer_alone(generator, messages, OPTIONS["max_new_tokens"], **options)
 
 
 def test_each_turn_answers_the_whole_conversation(generator):
@@ -122,7 +122,8 @@ def test_stop_strings_end_answers(generator):
     assert say(conversation, "Hello") == cut
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": cut}]
     messages += [{"role": "user", "content": "More"}]
-    assert say(conversation, "More") == alone(generator, messages, stop=whole[4])
+    more = alone(generator, messages)
+    assert say(conversation, "More") == more.partition(whole[4])[0]
 
 
 def test_statistics_are_each_turns_own(generator):
@@ -135,6 +136,7 @@ def test_statistics_are_each_turns_own(generator):
         assert int(stats.accept_histogram.sum()) == int(stats.rounds) > 0
 
 
+@pytest.mark.slow
 def test_sampled_answers_are_those_of_the_whole_prompt(generator):
     """Draws are keyed by position, so what was read when changes nothing."""
     options = {"key": jax.random.key(4), "temperature": 0.9}
@@ -143,7 +145,7 @@ def test_sampled_answers_are_those_of_the_whole_prompt(generator):
     for text in ("Hello", "And now?"):
         messages.append({"role": "user", "content": text})
         answer = say(conversation, text)
-        assert answer == generator.generate(messages, **OPTIONS, **options).text
+        assert answer == generator.generate(messages, **OPTIONS, **options).text  # with drafts, which draws depend on
         messages.append({"role": "assistant", "content": answer})
 
 

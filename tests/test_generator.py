@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -133,7 +134,12 @@ STRATEGIES = [SPECULATIVE, {"exit_layer": 1, "strategy": "early_exit"}, {}]
 
 @pytest.mark.parametrize(
     ("strategy", "drawing"),
-    [(STRATEGIES[0], {}), (STRATEGIES[0], {"temperature": 0.7}), (STRATEGIES[1], {}), (STRATEGIES[2], {"top_k": 50})],
+    [
+        (STRATEGIES[0], {}),
+        pytest.param(STRATEGIES[0], {"temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param(STRATEGIES[1], {}, marks=pytest.mark.slow),
+        (STRATEGIES[2], {"top_k": 50}),
+    ],
 )
 def test_stop_strings_in_a_batch(generator, strategy, drawing):
     """Each row's text, tokens and scores are the beginning of what is written without stop strings."""
@@ -198,7 +204,7 @@ def test_the_first_word_keeps_its_space(generator):
 # As it is written.
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[::2])
+@pytest.mark.parametrize("strategy", [STRATEGIES[0], pytest.param(STRATEGIES[2], marks=pytest.mark.slow)])
 def test_pieces_are_the_text_that_generate_returns(generator, plain, strategy):
     options = {"max_new_tokens": NEW, "capacity": 64, "log_probs": True, **strategy}
     stop = plain[1].text[12:14]
@@ -314,6 +320,20 @@ def test_more_that_is_refused(generator):
             strict.generate(**chat)
     with pytest.raises(TypeError, match=r"params: expected lsjax\.Params"):
         TextGenerator(generator.params.tree, generator.tokenizer)
+
+
+def test_a_warning_points_at_the_callers_line(generator):
+    config = dataclasses.replace(generator.params.config, max_position_embeddings=8)
+    short = TextGenerator(lsjax.Params(config, random_params(config, 3).tree), generator.tokenizer)
+    for call in (
+        lambda: short.generate("abc", max_new_tokens=9),
+        lambda: short.generate("abc", max_new_tokens=9, stop="x"),
+        lambda: short.stream("abc", max_new_tokens=9),
+        lambda: lsjax.stream(short.params, [1, 2, 3], max_new_tokens=9),
+    ):
+        with pytest.warns(UserWarning, match="12 tokens .* max_position_embeddings=8") as caught:
+            call()
+        assert [one.filename for one in caught] == [__file__]
 
 
 # A real model.

@@ -73,8 +73,20 @@ def eos(data):
     return texts[0][9], texts[1][14]
 
 
-@pytest.mark.parametrize("drawing", [{}, {"temperature": 0.8, "top_k": 40}])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+DRAWING = {"temperature": 0.8, "top_k": 40}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "drawing"),
+    [
+        (STRATEGIES[0], {}),
+        (STRATEGIES[0], DRAWING),
+        pytest.param(STRATEGIES[1], {}, marks=pytest.mark.slow),
+        (STRATEGIES[1], DRAWING),
+        (STRATEGIES[2], {}),
+        pytest.param(STRATEGIES[2], DRAWING, marks=pytest.mark.slow),
+    ],
+)
 def test_the_blocks_are_what_generate_writes(data, eos, strategy, drawing):
     options = {"prompt_lengths": data.lengths, "max_new_tokens": NEW, "eos_token_id": eos, "capacity": CAPACITY}
     options |= strategy | drawing | ({"key": jax.random.key(3)} if drawing else {})
@@ -193,6 +205,7 @@ def test_a_stream_continues_a_state_and_hands_it_on(data):
     assert more.state.stats.new_tokens.tolist() == [29] * BATCH
 
 
+@pytest.mark.slow
 def test_streams_on_two_devices(data, eos):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("rows",))
     rows, everywhere = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in (("rows",), ()))

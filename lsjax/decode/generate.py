@@ -214,7 +214,7 @@ def _read_call(
         held = check_capacity(capacity, width, longest + max_new_tokens)
     else:
         held = choose_capacity(params.config, prompts, max_new_tokens, eager)
-    warn_beyond_trained_length(params.config, longest + max_new_tokens, callers=2)
+    warn_beyond_trained_length(params.config, longest + max_new_tokens)
     options = make_options(params.config, prompts.tokens.shape[0], held + slack(plan), **others)
     request = make_request(params.config, prompts, limits, eos_token_id, pad_token_id, options)
     if eager:

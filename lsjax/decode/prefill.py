@@ -193,7 +193,7 @@ def _continue(
             raise ValueError(
                 f"capacity: expected at least {longest} tokens (committed, more, and new ones), got {state.capacity}"
             )
-        warn_beyond_trained_length(params.config, longest, callers=2)
+        warn_beyond_trained_length(params.config, longest)
         more = more._replace(tokens=to_bucket(more.tokens))
     allowed = None if new is None else np.full(batch, new, np.int32)
     return _read_on(params, (more.tokens, more.lengths, allowed, state))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from typing import Any, NamedTuple
 
@@ -119,13 +120,22 @@ def check_capacity(capacity: Any, width: int, needed: int) -> int:
     return capacity
 
 
-def warn_beyond_trained_length(config: LlamaConfig, length: int, callers: int = 1) -> None:
-    """A warning that points at the user's own line, ``callers`` functions of this module up."""
+def warn_beyond_trained_length(config: LlamaConfig, length: int) -> None:
+    """A warning that points at the user's own line, the nearest one outside this package."""
     if length > config.trained_length:
         dynamic = config.trained_length > config.max_position_embeddings
         warnings.warn(
             f"{length} tokens (prompt and new ones) exceed the length that the model was trained for, "
             f"max_position_embeddings={config.max_position_embeddings}"
             f"{' times the factor of its dynamic scaling' if dynamic else ''}: expect worse text past it",
-            stacklevel=2 + callers,
+            stacklevel=_levels_inside(),
         )
+
+
+def _levels_inside() -> int:
+    """The ``stacklevel`` with which a caller's warning points out of this package."""
+    frame, level = sys._getframe(1), 1
+    package = __name__.partition(".")[0]
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
+        frame, level = frame.f_back, level + 1
+    return level
