@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import lsjax
 from lsjax.measure.memory import program_bytes
 from lsjax.measure.synthetic import SHAPES
-from lsjax.training import Batch, EarlyExitLoss, LayerDropout, Recipe, init_state, train_step
+from lsjax.training import Batch, EarlyExitLoss, LayerDropout, Recipe, compiler_options, init_state, train_step
 
 GIB = 2**30
 
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--layers", type=int, help="of each shape, instead of its own")
     parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--rows", type=int, default=1)
+    parser.add_argument("--rows", type=int, default=4)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--chunk", type=int, default=256)
     options = parser.parse_args()
@@ -80,7 +80,8 @@ def measure(config: lsjax.LlamaConfig, recipe: Recipe, length: int) -> dict[str,
     """Bytes of one step's program."""
     state = jax.eval_shape(functools.partial(init_state, recipe), lsjax.Params.abstract(config))
     ids = jax.ShapeDtypeStruct((recipe.batch_size, length), jnp.int32)
-    step = jax.jit(functools.partial(train_step, recipe), donate_argnums=0)
+    options = compiler_options(recipe)
+    step = jax.jit(functools.partial(train_step, recipe), donate_argnums=0, compiler_options=options)
     compiled = step.lower(state, Batch(ids, ids, ids, ids)).compile()
     found: Any = compiled.memory_analysis()
     return {

@@ -38,7 +38,7 @@ from lsjax.training import (
     train,
 )
 from lsjax.training.checkpoint import Checkpoints
-from lsjax.training.recipe import init_state, train_step
+from lsjax.training.recipe import compiler_options, init_state, train_step
 
 CONFIG = lsjax.LlamaConfig(
     vocab_size=32,
@@ -80,10 +80,9 @@ def quick_compilation():
 
     @functools.cache
     def compiled(recipe, replicated):
-        options = {"donate_argnums": 0, "out_shardings": replicated}
-        return jax.jit(
-            functools.partial(train_step, recipe), **options, compiler_options={"xla_backend_optimization_level": 0}
-        )
+        quick = compiler_options(recipe) | {"xla_backend_optimization_level": 0}
+        step = functools.partial(train_step, recipe)
+        return jax.jit(step, donate_argnums=0, out_shardings=replicated, compiler_options=quick)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "_compiled_step", compiled)

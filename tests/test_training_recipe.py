@@ -21,7 +21,7 @@ from lsjax.training.dropout import LayerDropout
 from lsjax.training.forward import layer_outputs
 from lsjax.training.losses import exit_logits, exit_losses, head_weights, weighted_losses
 from lsjax.training.optimizer import Optimizer
-from lsjax.training.recipe import Recipe, gradients, init_state, train_step
+from lsjax.training.recipe import Recipe, compiler_options, gradients, init_state, train_step
 
 ALL_ON = np.full(LAYERS, 1 / LAYERS, np.float32)
 DROPPED = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]], bool)  # [layers, rows]
@@ -187,6 +187,22 @@ def test_chunks_change_neither_the_loss_nor_its_gradient(batch, chunk, tie):
 def test_rematerialisation_changes_nothing(params, batch):
     plain, again = (weighted(params.tree, batch, ALL_ON, DROPPED, remat=remat) for remat in (False, True))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), plain, again)
+
+
+def test_rematerialisation_saves_memory():
+    """In the compiled step, of a deep model; the numbers of a run of it are another test's."""
+    params = small_params(num_hidden_layers=12)
+    batch = packed([[64]] * 16)
+
+    def temporaries(remat: bool) -> int:
+        recipe = Recipe(steps=10, batch_size=16, remat=remat, loss_chunk=16)
+        step = jax.jit(
+            functools.partial(train_step, recipe), donate_argnums=0, compiler_options=compiler_options(recipe)
+        )
+        found: Any = step.lower(init_state(recipe, params), batch).compile().memory_analysis()
+        return found.temp_size_in_bytes
+
+    assert temporaries(True) < 0.4 * temporaries(False)
 
 
 def test_a_batch_without_labels_has_no_loss_and_no_gradient(params, batch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -61,14 +59,14 @@ def attend_documents(query: jax.Array, key: jax.Array, value: jax.Array, documen
         ``[batch, length, heads * head_dim]`` in the query's dtype.
     """
     length = query.shape[1]
-    span = -(-length // max(1, min(_MOST_SPANS, length // _LEAST_SPAN)))
+    if length <= BLOCK:
+        span = -(-length // max(1, min(_MOST_SPANS, length // _LEAST_SPAN)))
+    else:  # two blocks at least: a loop of one is none, and XLA's CPU backend keeps what is to be computed anew
+        span = 2 * BLOCK * -(-length // (2 * BLOCK * _MOST_SPANS))
     mixed = []
     for first in range(0, length, span):
         end = min(first + span, length)
-        attend_span = functools.partial(_attend_span, first)
-        if span <= BLOCK < length:
-            attend_span = jax.checkpoint(attend_span)
-        mixed.append(attend_span(query[:, first:end], key[:, :, :end], value[:, :, :end], documents[:, :end]))
+        mixed.append(_attend_span(first, query[:, first:end], key[:, :, :end], value[:, :, :end], documents[:, :end]))
     return jnp.concatenate(mixed, axis=1)
 
 

@@ -9,7 +9,16 @@ from lsjax.training.evaluation import Drafts, HeldOut, evaluate, measure_drafts
 from lsjax.training.loop import Training, TrainingDiverged, TrainingStopped, Watch, train
 from lsjax.training.optimizer import Optimizer
 from lsjax.training.packing import Rows, pack
-from lsjax.training.recipe import Metrics, Recipe, TrainState, exit_weights, gradients, init_state, train_step
+from lsjax.training.recipe import (
+    Metrics,
+    Recipe,
+    TrainState,
+    compiler_options,
+    exit_weights,
+    gradients,
+    init_state,
+    train_step,
+)
 from lsjax.training.record import forget_training, read_log
 from lsjax.training.run import run
 from lsjax.training.settings import Data, Settings, read_settings
@@ -33,6 +42,7 @@ __all__ = [
     "TrainingDiverged",
     "TrainingStopped",
     "Watch",
+    "compiler_options",
     "evaluate",
     "exit_weights",
     "forget_training",

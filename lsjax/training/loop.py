@@ -25,7 +25,7 @@ from lsjax.training.checkpoint import Checkpoints
 from lsjax.training.evaluation import Drafts, HeldOut, evaluate, measure_drafts
 from lsjax.training.packing import Rows
 from lsjax.training.placement import Placement, on_one_device, place
-from lsjax.training.recipe import Metrics, Recipe, TrainState, init_state, train_step
+from lsjax.training.recipe import Metrics, Recipe, TrainState, compiler_options, init_state, train_step
 
 
 class TrainingDiverged(FloatingPointError):  # noqa: N818
@@ -203,7 +203,12 @@ def _check(config: LlamaConfig, rows: Rows, held_out: Rows, prompts: Sequence[np
 @functools.lru_cache(maxsize=8)
 def _compiled_step(recipe: Recipe, replicated: NamedSharding) -> Any:
     """The step as one program, which is given the state's memory."""
-    return jax.jit(functools.partial(train_step, recipe), donate_argnums=0, out_shardings=replicated)
+    return jax.jit(
+        functools.partial(train_step, recipe),
+        donate_argnums=0,
+        out_shardings=replicated,
+        compiler_options=compiler_options(recipe),
+    )
 
 
 def _plotter(directory: Path, wanted: bool) -> Callable[[], None]:

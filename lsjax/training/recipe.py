@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from lsjax.checks import check_choice, check_int, check_params
+from lsjax.model.projection import on_cpu
 from lsjax.params import Params
 from lsjax.training.batch import IGNORED, Batch
 from lsjax.training.curriculum import EarlyExitLoss
@@ -34,7 +35,7 @@ class Recipe:
             that of the whole batch: sums are divided by the whole batch's labels, and dropout is drawn for all of it.
         seed: of the order of data and of dropout.
         dtype: what layers and heads compute in; parameters, gradients and the optimizer's state are float32.
-        remat: whether reverse mode computes each layer anew from its input.
+        remat: whether reverse mode computes each layer anew from its input; see :func:`compiler_options`.
         loss_chunk: positions of each row whose logits exist at once; 0: all.
         optimizer: AdamW and its schedule.
         layer_dropout: None: every layer runs for every sample.
@@ -131,7 +132,8 @@ def train_step(recipe: Recipe, state: TrainState, batch: Batch) -> tuple[TrainSt
         the next state, and what this step was like.
 
     Example:
-        >>> step = jax.jit(lsjax.training.train_step, static_argnums=0, donate_argnums=1)
+        >>> options = lsjax.training.compiler_options(recipe)
+        >>> step = jax.jit(lsjax.training.train_step, static_argnums=0, donate_argnums=1, compiler_options=options)
         >>> state = lsjax.training.init_state(recipe, params)
         >>> for number in range(recipe.steps):
         ...     state, metrics = step(recipe, state, rows.batch(number, recipe.batch_size, recipe.seed))
@@ -148,6 +150,15 @@ def train_step(recipe: Recipe, state: TrainState, batch: Batch) -> tuple[TrainSt
         labels=labels,
     )
     return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def compiler_options(recipe: Recipe) -> dict[str, str]:
+    """What ``jax.jit`` of a step is to be given, so that ``remat`` saves memory on every backend.
+
+    XLA's CPU backend removes the barriers behind which layers are computed anew before it joins equal computations, and
+    so keeps what was to be dropped.
+    """
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if recipe.remat and on_cpu() else {}
 
 
 def exit_weights(recipe: Recipe, num_layers: int, step: jax.Array | int) -> jax.Array:
