@@ -16,6 +16,8 @@ from support import random_params
 
 import lsjax
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

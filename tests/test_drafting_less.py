@@ -11,6 +11,8 @@ from support import random_params
 
 import lsjax
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 
 @pytest.mark.parametrize("sampling", [{}, {"key": jax.random.key(2), "temperature": 0.0}])
 def test_drafting_ends_below_a_confidence(sampling):

@@ -27,6 +27,8 @@ from lsjax import processors as ready
 from lsjax.decode import generate as generate_module
 from lsjax.decode.state import DecodeState
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 
 def of_transformers(*make):
     """Processors of transformers, each made for a prompt's length."""

@@ -22,6 +22,8 @@ from support import (
 import lsjax
 from lsjax.model.rope import attention_scaling, inverse_frequencies, rotation
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 ORIGINAL = 32
 CONFIG = lsjax.LlamaConfig(
     vocab_size=199,

@@ -17,6 +17,8 @@ import lsjax
 from lsjax.decode.score import POSITION_CHUNK, VOCAB_CHUNK, _score, _Sizes, _Texts
 from lsjax.model.projection import dot
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 CONFIG = dataclasses.replace(FOUR_LAYERS, num_hidden_layers=2)
 VOCAB, WIDTH = CONFIG.vocab_size, 21
 LENGTHS = np.array([21, 2, 9, 14])

@@ -19,6 +19,8 @@ from lsjax.decode.request import Request
 from lsjax.decode.state import Plan
 from lsjax.model import attention
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 SPECULATIVE, AUTOREGRESSIVE = Plan(2, 4, 3), Plan(4, 4, 0)
 LAYOUTS = ("data", "tensor")
 

@@ -11,6 +11,8 @@ from oracle import NEW, WIDTH, Report, case
 
 import lsjax
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 OPTIONS: Any = {"exit_layer": 2, "num_speculations": 3, "eos_token_id": ()}
 
 

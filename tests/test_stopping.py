@@ -11,6 +11,8 @@ from support import compiled_programs
 import lsjax
 from lsjax.decode import generate as generate_module
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 
 def ended(text: list[int], stops: list[list[int]], eos: tuple[int, ...] = ()) -> list[int]:
     """A text up to the earliest end of a stop sequence that lies in it, or EOS."""

@@ -19,6 +19,8 @@ from plain_decoding import (
 import lsjax
 from lsjax import processors as ready
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     shifted = logits - logits.max(-1, keepdims=True)

@@ -20,6 +20,8 @@ from lsjax.decode.request import Request
 from lsjax.decode.round import run_round
 from lsjax.decode.state import Plan
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 OPTIONS: Any = {"exit_layer": 2, "num_speculations": 3, "max_new_tokens": 16}
 WIDTH = 12
 
