@@ -34,14 +34,19 @@ def assemble(checkpoint: Checkpoint, dtype: Any = None, progress: bool | None = 
     shown = None if progress is None else not progress
     from tqdm import tqdm  # here, since decoding alone needs only JAX's own packages
 
+    before = None
     with tqdm(total=total, unit="B", unit_scale=True, desc="Loading", disable=shown, leave=False) as bar:
         for step in steps:
             array, overflows = _read(step, config, dtype)
             if overflows:
                 problems.append(step.out_of_range(array.dtype))
-            leaves[step.path] = jax.device_put(array)
-            del array  # before the next one is read
+            # A copy: the array may be a part of the file, which is let go one tensor later.
+            leaves[step.path] = jax.device_put(array, may_alias=False)
+            jax.block_until_ready(before)
+            before = leaves[step.path]
+            del array
             bar.update(step.tensor.num_bytes)
+    jax.block_until_ready(before)
     if problems:
         raise CheckpointError(checkpoint.where, problems)
     return Params(config, unflatten(leaves))
