@@ -22,6 +22,7 @@ import lsjax.cli
 import lsjax.io
 from lsjax.cli import generate, repl, streaming
 from lsjax.cli.text_options import drawing
+from lsjax.text import conversation
 from lsjax.text.generator import TextGenerator
 from lsjax.text.streaming import TextPiece
 from lsjax.text.tokenizer import load_tokenizer
@@ -265,6 +266,41 @@ def test_an_interrupt_ends_the_answer_and_not_the_program(chat, generator, monke
     assert (status, out) == (0, f"{cut}\n{second}\n")
     assert err[0].startswith("(autoregressive: 2 new tokens")
     assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_an_interrupt_while_a_message_is_read_forgets_the_message(chat, generator, monkeypatch):
+    prefill, calls = conversation.prefill, []
+
+    def interrupted(*args, **options):
+        calls.append(args)
+        if len(calls) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return prefill(*args, **options)
+
+    monkeypatch.setattr(conversation, "prefill", interrupted)
+    status, out, err = chat(["Hello", "Never mind", "Go on"])
+    assert (status, out.splitlines()) == (0, answers(generator, "Hello", "Go on"))
+    assert err[1] == "(interrupted: the message is forgotten)"
+    assert "kept 0," in err[2]  # what the state held was lost with it
+
+
+def test_lines_that_are_no_text(call, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Gr\xfc\xdf Gott\n"), "utf-8"))
+    status, out, err = call("chat")
+    assert (status, out) == (2, "")
+    assert err[-1].startswith("lsjax chat: error: standard input: 'utf-8' codec can't decode byte 0xfc")
+
+
+def test_a_terminal_that_has_not_all_characters(monkeypatch):
+    terminal = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(terminal, "ascii"))
+    monkeypatch.setattr(sys, "argv", ["lsjax", "chat", "--help"])
+    monkeypatch.setattr(lsjax.cli, "keep_compiled_programs", lambda: None)
+    with pytest.raises(SystemExit):
+        lsjax.cli.main()
+    print("Grüß")
+    sys.stdout.flush()
+    assert terminal.getvalue().endswith(b"Gr\\xfc\\xdf\n")
 
 
 def test_at_a_terminal(call, generator, monkeypatch):

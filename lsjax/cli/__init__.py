@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -36,7 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         0 for success, 1 where a comparison failed or an inspected checkpoint would not load, 2 for wrong usage (said in
         one line on stderr), 130 after Ctrl-C, 141 where the reader of standard output has gone.
     """
-    kept = keep_compiled_programs() if argv is None else None
+    kept = None
+    if argv is None:
+        kept = keep_compiled_programs()
+        # A terminal that has not all characters of a text shows what it has not as an escape.
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     program = "lsjax"
     try:

@@ -76,7 +76,8 @@ def _open(options: argparse.Namespace) -> Conversation:
 def _read_line() -> str | None:
     """A line of standard input; None at its end."""
     if not sys.stdin.isatty():
-        return sys.stdin.readline() or None
+        with usage_errors("standard input", UnicodeDecodeError):
+            return sys.stdin.readline() or None
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (input() then edits lines)
     try:
@@ -95,6 +96,9 @@ def _turn(conversation: Conversation, line: str, strategy: str, display: Display
         answer = conversation.ask(line.strip())
     except ConversationFullError as error:
         _tell(f"{error}: /reset begins a new one, and a shorter message may still fit")
+        return
+    except KeyboardInterrupt:  # while the message was read, or compiled for
+        _tell("interrupted: the message is forgotten")
         return
     with _interrupts_end(answer):
         for piece in answer:
