@@ -16,6 +16,7 @@ from lsjax.decode.folding import fold_rows
 from lsjax.decode.prompts import place_like, read_prompts, to_bucket
 from lsjax.decode.request import check_capacity, choose_capacity
 from lsjax.decode.sampling import most_probable
+from lsjax.model.blocks import join_positions, split_positions
 from lsjax.params import Model
 
 POSITION_CHUNK = 512
@@ -166,25 +167,16 @@ def _run(params: Model, texts: _Texts, sizes: _Sizes) -> ScoreOutput:
 
 
 def _over_positions(params: Model, hidden: jax.Array, targets: jax.Array, sizes: _Sizes) -> _Found:
-    """``[batch, length, hidden]`` and ``[batch, length]``, some positions of every row at a time.
-
-    The batch stays an axis, along which rows may be split between devices.
-    """
+    """``[batch, length, hidden]`` and ``[batch, length]``, some positions of every row at a time."""
     batch, length = targets.shape
     chunk = min(max(1, sizes.position_chunk // batch), length)
 
-    def split(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, 0), (0, -length % chunk)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(batch, -1, chunk, *x.shape[2:]), 1, 0)
-
-    def join(x: jax.Array) -> jax.Array:
-        x = jnp.moveaxis(x.reshape(len(x), batch, chunk, *x.shape[2:]), 0, 1)
-        return x.reshape(batch, x.shape[1] * chunk, *x.shape[3:])[:, :length]
-
     def one(block: tuple[jax.Array, jax.Array]) -> _Found:
-        return _over_vocabulary(params, block[0].reshape(batch * chunk, -1), block[1].reshape(-1), sizes)
+        found = _over_vocabulary(params, block[0].reshape(batch * chunk, -1), block[1].reshape(-1), sizes)
+        return jax.tree.map(lambda x: x.reshape(batch, chunk, *x.shape[1:]), found)
 
-    return jax.tree.map(join, lax.map(one, (split(hidden), split(targets))))
+    blocks = lax.map(one, (split_positions(hidden, chunk), split_positions(targets, chunk)))
+    return jax.tree.map(lambda x: join_positions(x, length), blocks)
 
 
 def _over_vocabulary(params: Model, hidden: jax.Array, targets: jax.Array, sizes: _Sizes) -> _Found:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from lsjax.model.blocks import join_positions, split_positions
 from lsjax.model.cache import LayerCache, read
 from lsjax.model.projection import on_cpu
 
@@ -40,7 +41,9 @@ def attend(query: jax.Array, cache: LayerCache, positions: jax.Array, used: jax.
         queries, where = block
         return _attend(queries, cache, where, used if isinstance(used, int) else jnp.max(where) + 1)
 
-    return _join(lax.map(one, (_split(query, BLOCK, "constant"), _split(positions, BLOCK, "edge"))), length)
+    return join_positions(
+        lax.map(one, (split_positions(query, BLOCK), split_positions(positions, BLOCK, mode="edge"))), length
+    )
 
 
 def attend_documents(query: jax.Array, key: jax.Array, value: jax.Array, documents: jax.Array) -> jax.Array:
@@ -90,21 +93,9 @@ def _attend_span(first: int, query: jax.Array, key: jax.Array, value: jax.Array,
     own = documents[:, first:]
     if block == length:
         return one(query, own, first)
-    queries, own = _split(query, block, "constant"), _split(own, block, "edge")
+    queries, own = split_positions(query, block), split_positions(own, block, mode="edge")
     blocks = queries, own, first + jnp.arange(0, len(own) * block, block)
-    return _join(lax.map(jax.checkpoint(lambda given: one(*given), prevent_cse=False), blocks), length)
-
-
-def _split(x: jax.Array, block: int, padding: str) -> jax.Array:
-    """``[batch, length, ...]`` to ``[blocks, batch, block, ...]``, filled up as ``jnp.pad`` does by that name."""
-    x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % block)] + [(0, 0)] * (x.ndim - 2), mode=padding)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, block, *x.shape[2:]), 1, 0)
-
-
-def _join(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of :func:`_split`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+    return join_positions(lax.map(jax.checkpoint(lambda given: one(*given), prevent_cse=False), blocks), length)
 
 
 def block_size(batch: int, kv_heads: int, slots: int, head_dim: int, length: int) -> int:

@@ -14,11 +14,12 @@ from jax import lax
 
 from lsjax.decode.generate import generate
 from lsjax.decode.sampling import greedy
+from lsjax.model.blocks import split_positions
 from lsjax.params import Params
 from lsjax.text.prompts import pad_rows
 from lsjax.training.batch import IGNORED, Batch
 from lsjax.training.forward import layer_outputs
-from lsjax.training.losses import CHUNK, exit_logits, head_weights, label_losses, split_length
+from lsjax.training.losses import CHUNK, chunk_size, exit_logits, head_weights, label_losses
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,8 +71,9 @@ def _evaluate(params: Params, batch: Batch, chunk: int | None, dtype: Any) -> tu
         agreeing = [jnp.sum((choice == choices[-1]) & (labels != IGNORED)) for choice in choices]
         return jnp.stack(losses), jnp.stack(agreeing)
 
-    states = [split_length(hidden, chunk, 0) for hidden in layer_outputs(params, batch, dtype=dtype)]
-    losses, agreeing = lax.map(look, (states, split_length(batch.labels, chunk, IGNORED)))
+    size = chunk_size(batch.labels, chunk)
+    states = [split_positions(hidden, size) for hidden in layer_outputs(params, batch, dtype=dtype)]
+    losses, agreeing = lax.map(look, (states, split_positions(batch.labels, size, constant_values=IGNORED)))
     return losses.sum(axis=0), agreeing.sum(axis=0), jnp.sum(batch.labels != IGNORED)
 
 

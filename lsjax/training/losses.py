@@ -13,6 +13,7 @@ import optax
 from jax import lax
 
 from lsjax.config import LlamaConfig
+from lsjax.model.blocks import join_positions, split_positions
 from lsjax.model.llama import Llama
 from lsjax.params import Params
 from lsjax.training.batch import IGNORED, Batch
@@ -72,13 +73,14 @@ def weighted_losses(
         float32 ``[]``, the sum of ``weights * losses``; and ``losses``, float32 ``[exits]``, each the sum of
         ``-log p(label)`` over all labels, 0 where the weight is.
     """
-    labels = split_length(labels, chunk, IGNORED)
+    size = chunk_size(labels, chunk)
+    labels = split_positions(labels, size, constant_values=IGNORED)
 
     def on(hidden: jax.Array) -> jax.Array:
         def add(total: jax.Array, given: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, None]:
             return total + _loss(config, dtype, head, *given), None
 
-        return lax.scan(add, jnp.zeros((), jnp.float32), (split_length(hidden, chunk, 0), labels))[0]
+        return lax.scan(add, jnp.zeros((), jnp.float32), (split_positions(hidden, size), labels))[0]
 
     def one(given: tuple[jax.Array, jax.Array]) -> jax.Array:
         return lax.cond(given[1] > 0, on, lambda hidden: jnp.zeros((), jnp.float32), given[0])
@@ -97,7 +99,8 @@ def _forward(
     weights: jax.Array,
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[Any, jax.Array]]:
     """The same, and the gradients of the sum in the head and in ``hidden``."""
-    labels = split_length(labels, chunk, IGNORED)
+    size = chunk_size(labels, chunk)
+    labels = split_positions(labels, size, constant_values=IGNORED)
 
     def on(head_grad: Any, hidden: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         def add(carry: tuple[Any, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[Any, jax.Array]:
@@ -107,8 +110,8 @@ def _forward(
             return (jax.tree.map(jnp.add, head_grad, of_head), total + loss), of_state
 
         start = head_grad, jnp.zeros((), jnp.float32)
-        (head_grad, loss), grad = lax.scan(add, start, (split_length(hidden, chunk, 0), labels))
-        return head_grad, (join_length(grad, hidden.shape[1]), loss)
+        (head_grad, loss), grad = lax.scan(add, start, (split_positions(hidden, size), labels))
+        return head_grad, (join_positions(grad, hidden.shape[1]), loss)
 
     def off(head_grad: Any, hidden: jax.Array, weight: jax.Array) -> tuple[Any, tuple[jax.Array, jax.Array]]:
         return head_grad, (jnp.zeros_like(hidden), jnp.zeros((), jnp.float32))
@@ -136,18 +139,9 @@ def _loss(config: LlamaConfig, dtype: Any, head: dict[str, Any], hidden: jax.Arr
         return label_losses(exit_logits(config, head, hidden, dtype), labels).sum()
 
 
-def split_length(x: jax.Array, chunk: int | None, fill: int) -> jax.Array:
-    """``[rows, length, ...]`` to ``[chunks, rows, chunk, ...]``; rows stay an axis, split between devices or not."""
-    chunk = x.shape[1] if chunk is None else min(chunk, x.shape[1])
-    widths = [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, widths, constant_values=fill)
-    return jnp.moveaxis(x.reshape(x.shape[0], -1, chunk, *x.shape[2:]), 1, 0)
-
-
-def join_length(x: jax.Array, length: int) -> jax.Array:
-    """The inverse of :func:`split_length`."""
-    x = jnp.moveaxis(x, 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+def chunk_size(labels: jax.Array, chunk: int | None) -> int:
+    """How many positions of ``[rows, length]`` are taken at a time; None: all."""
+    return labels.shape[1] if chunk is None else min(chunk, labels.shape[1])
 
 
 def exit_losses(
