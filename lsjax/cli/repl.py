@@ -6,20 +6,18 @@ import argparse
 import contextlib
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 
 from lsjax.checks import check_depth
 from lsjax.cli.parser import UsageError, usage_errors
 from lsjax.cli.session import Answer, note
+from lsjax.cli.signals import handled
 from lsjax.cli.streaming import Display
 from lsjax.cli.text_options import check_stops, drawing
 from lsjax.io import load
 from lsjax.prepared import prepare
 from lsjax.text.conversation import Conversation, ConversationFullError
 from lsjax.text.generator import TextGenerator
-from lsjax.text.streaming import TextStream
 from lsjax.text.tokenizer import load_tokenizer
 
 _CAPACITY = 4096
@@ -100,7 +98,7 @@ def _turn(conversation: Conversation, line: str, strategy: str, display: Display
     except KeyboardInterrupt:  # while the message was read, or compiled for
         _tell("interrupted: the message is forgotten")
         return
-    with _interrupts_end(answer):
+    with handled(lambda *_: answer.stop(), signal.SIGINT):  # Ctrl-C ends the answer after its current round
         for piece in answer:
             display.show(piece)
     print(flush=True)
@@ -111,19 +109,6 @@ def _turn(conversation: Conversation, line: str, strategy: str, display: Display
     )
     if conversation.length >= conversation.capacity:
         _tell("the conversation is full: /reset begins a new one")
-
-
-@contextlib.contextmanager
-def _interrupts_end(answer: TextStream) -> Iterator[None]:
-    """Ctrl-C ends the answer after its current round, and not the program."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    handler = signal.signal(signal.SIGINT, lambda *_: answer.stop())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def _tell(text: str) -> None:

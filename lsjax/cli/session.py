@@ -8,7 +8,6 @@ import dataclasses
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 from lsjax.checks import check_depth, check_tokens
 from lsjax.cli.parser import UsageError, usage_errors
+from lsjax.cli.signals import handled
 from lsjax.cli.text_options import check_stops, drawing, drawing_options
 from lsjax.config import LlamaConfig
 from lsjax.decode.generate import generate
@@ -279,15 +279,11 @@ def interruptible() -> Iterator[None]:
 
     Python's own handler would run only when the compiled program returns, perhaps minutes later.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    if handler is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
+    with handled(signal.SIG_DFL, signal.SIGINT):
         yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
 
 
 def note(text: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lsjax.cli.parser import Parser, usage_errors
+from lsjax.cli.signals import handled
 
 
 def make_parser() -> Parser:
@@ -104,18 +105,10 @@ def _print(text: str) -> None:
 def stopping() -> Iterator[Callable[[], bool]]:
     """Whether Ctrl-C or a request to terminate has come; a second Ctrl-C ends the process at once."""
     asked = threading.Event()
-    signals = (signal.SIGINT, signal.SIGTERM)
 
     def ask(number: int, frame: Any) -> None:
         asked.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-    if threading.current_thread() is not threading.main_thread():
+    with handled(ask, signal.SIGINT, signal.SIGTERM):
         yield asked.is_set
-        return
-    before = [signal.signal(number, ask) for number in signals]
-    try:
-        yield asked.is_set
-    finally:
-        for number, handler in zip(signals, before, strict=True):
-            signal.signal(number, handler)
