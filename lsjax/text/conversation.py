@@ -102,7 +102,7 @@ class Conversation:
             text is part of the conversation.
 
         Raises:
-            ConversationFullError: there is no room; the conversation stays as it was, as after any other exception.
+            ConversationFullError: there is no room; the conversation stays as it was.
         """
         self._settle()
         said = [*self._said, {"role": "user", "content": text}]
