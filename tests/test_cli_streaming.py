@@ -21,6 +21,7 @@ from support import random_params
 import lsjax.cli
 import lsjax.io
 from lsjax.cli import generate, repl, streaming
+from lsjax.cli.signals import handled
 from lsjax.cli.text_options import drawing
 from lsjax.text import conversation
 from lsjax.text.generator import TextGenerator
@@ -278,7 +279,8 @@ def test_an_interrupt_while_a_message_is_read_forgets_the_message(chat, generato
         return prefill(*args, **options)
 
     monkeypatch.setattr(conversation, "prefill", interrupted)
-    status, out, err = chat(["Hello", "Never mind", "Go on"])
+    with handled(signal.default_int_handler, signal.SIGINT):  # which a process in the background does not have
+        status, out, err = chat(["Hello", "Never mind", "Go on"])
     assert (status, out.splitlines()) == (0, answers(generator, "Hello", "Go on"))
     assert err[1] == "(interrupted: the message is forgotten)"
     assert "kept 0," in err[2]  # what the state held was lost with it
