@@ -16,6 +16,8 @@ from lsjax import processors as ready
 from lsjax.decode import generate as generate_module
 from lsjax.decode.sampling import Sampling, make_sampling
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
+
 VOCAB = 11
 SMALL = lsjax.LlamaConfig(
     vocab_size=VOCAB,
