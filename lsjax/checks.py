@@ -69,6 +69,16 @@ def check_choice(name: str, value: Any, choices: Iterable[str]) -> str:
     return value
 
 
+def check_text(name: str, text: str) -> str:
+    """A text without lone surrogates, which are bytes that were no UTF-8, or half a character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        part = text[max(error.start - 10, 0) : error.end + 10]
+        raise ValueError(f"{name}: expected Unicode text, got the lone surrogate in {part!r}") from error
+    return text
+
+
 def check_depth(name: str, value: Any, config: LlamaConfig) -> int:
     """``value`` as a number of layers, 1 to all of them."""
     found, layers = _static_int(name, value), config.num_hidden_layers

@@ -229,3 +229,11 @@ def test_lines_end_at_line_breaks_alone(tmp_path):
     for name, content in (("a.jsonl", "\r\n".join(lines)), ("a.txt", "\n".join(texts))):
         (tmp_path / name).write_text("\ufeff" + content, encoding="utf-8", newline="")
         assert read_file(tmp_path / name) == texts
+
+
+def test_half_a_character_is_no_prompt(tmp_path):
+    from lsjax.text.prompts import read_file
+
+    (tmp_path / "a.jsonl").write_text(r'{"prompt": "half of \ud83d"}')
+    with pytest.raises(ValueError, match=r"line 1 of .*: expected Unicode text, got the lone surrogate in 'half of "):
+        read_file(tmp_path / "a.jsonl")

@@ -307,7 +307,8 @@ def test_a_terminal_that_has_not_all_characters(monkeypatch):
 
 def test_at_a_terminal(call, generator, monkeypatch):
     """A prompt; Ctrl-C there gives a new one, Ctrl-D leaves."""
-    typed = iter(["Hello", KeyboardInterrupt, "/reset", EOFError])
+    no_text = UnicodeDecodeError("utf-8", b"caf\xff", 3, 4, "invalid start byte")
+    typed = iter(["Hello", KeyboardInterrupt, "/reset", "caf\udcff", no_text, EOFError])
     prompts = []
 
     def read(prompt: str) -> str:
@@ -322,11 +323,15 @@ def test_at_a_terminal(call, generator, monkeypatch):
     status, out, err = call("chat")
     (first,) = answers(generator, "Hello")
     assert (status, out) == (0, f"{first}\n\n\n")
-    assert prompts == ["> "] * 4
+    assert prompts == ["> "] * 6
     assert (
         err[0] == "(a line is a message; /reset forgets what was said, /exit or Ctrl-D leaves, Ctrl-C ends an answer)"
     )
-    assert err[2] == "(all forgotten)"
+    assert err[2:] == [
+        "(all forgotten)",
+        r"(messages: expected Unicode text, got the lone surrogate in 'caf\udcff')",
+        "('utf-8' codec can't decode byte 0xff in position 3: invalid start byte)",
+    ]
 
 
 def test_models_that_cannot_chat(chat, model, tmp_path):

@@ -287,6 +287,10 @@ def test_from_pretrained(tmp_path):
         ([[]], {}, "messages: expected at least one, got an empty list"),
         ([{"role": "user"}], {}, r"""messages: expected \{"role": "user", .* got \{'role': 'user'\}"""),
         ([{"role": "user", "content": 5}], {}, "messages: expected .* got .*5"),
+        ("caf\udcff", {}, r"prompt: expected Unicode text, got the lone surrogate in 'caf\\udcff'"),
+        ("caf\udcff", {"chat": True}, "prompt: expected Unicode text"),
+        ([{"role": "user", "content": "caf\udcff"}], {}, "messages: expected Unicode text"),
+        ("a", {"stop": "\udcff"}, "stop: expected Unicode text"),
         ("a", {"stop": ""}, "stop: expected at least one character"),
         ("a", {"stop": ["b", 3]}, "stop: expected a string, or several of them, got 3 among them"),
         (

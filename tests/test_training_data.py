@@ -109,6 +109,10 @@ def test_pieces_continue_a_prompt_as_a_model_would():
             'line 2 of .*: expected a message of the role "assistant"',
         ),
         ("[1, 2]", "line 2 of .*: expected"),
+        (
+            r'{"text": "half of \ud83d"}',
+            "line 2 of .*: expected Unicode text, got the lone surrogate in .*half of .ud83d",
+        ),
     ],
 )
 def test_lines_that_are_none_are_named(tmp_path, tokenizer, line, message):

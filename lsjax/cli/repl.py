@@ -86,6 +86,9 @@ def _read_line() -> str | None:
     except KeyboardInterrupt:
         print()
         return ""
+    except UnicodeDecodeError as error:
+        _tell(str(error))
+        return ""
 
 
 def _turn(conversation: Conversation, line: str, strategy: str, display: Display) -> None:
@@ -94,6 +97,9 @@ def _turn(conversation: Conversation, line: str, strategy: str, display: Display
         answer = conversation.ask(line.strip())
     except ConversationFullError as error:
         _tell(f"{error}: /reset begins a new one, and a shorter message may still fit")
+        return
+    except ValueError as error:  # bytes that are no text, or what the chat template refuses
+        _tell(str(error))
         return
     except KeyboardInterrupt:  # while the message was read, or compiled for
         _tell("interrupted: the message is forgotten")

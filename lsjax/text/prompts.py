@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from lsjax.checks import check_text
+
 # Prompts of different kinds and lengths, for looking at a model without having any of one's own.
 PROMPTS = (
     "The capital of France is",
@@ -32,10 +34,13 @@ def encode(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any, *, chat: b
         chat: put a text into the tokenizer's chat template, as a user's turn that is to be answered.
 
     Raises:
-        ValueError: messages that are none; a chat, and the tokenizer has no chat template or the template refuses it.
+        ValueError: a text with lone surrogates; messages that are none; a chat, and the tokenizer has no chat template
+            or the template refuses it.
     """
-    if isinstance(prompt, str) and not chat:
-        return np.array(tokenizer(prompt)["input_ids"], np.int32)
+    if isinstance(prompt, str):
+        check_text("prompt", prompt)
+        if not chat:
+            return np.array(tokenizer(prompt)["input_ids"], np.int32)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt)
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError("chat: expected a tokenizer with a chat template, got one whose chat_template is None")
@@ -54,7 +59,8 @@ def _messages(given: Any) -> list[dict[str, Any]]:
     messages = list(given)
     for message in messages:
         match message:
-            case {"role": str(), "content": str()}:
+            case {"role": str(), "content": str(content)}:
+                check_text("messages", content)
                 continue
         raise ValueError(f'messages: expected {{"role": "user", "content": "..."}} and so on, got {message!r}')
     if not messages:
@@ -107,7 +113,7 @@ def read_json(line: str, where: str) -> str | list[int]:
         entry = None
     match entry:
         case {"prompt": str(text)} if text:
-            return text
+            return check_text(where, text)
         case {"tokens": [*ids]} if ids and all(type(item) is int and 0 <= item < 2**31 for item in ids):
             return ids
     raise ValueError(f'expected {{"prompt": "..."}} or {{"tokens": [ids]}} in {where}, got {line[:60]!r}')

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from lsjax.checks import check_text
+
 
 class Match(NamedTuple):
     """Where a stop string stands in a text: ``text[start:end] == stop``."""
@@ -59,7 +61,8 @@ def read_stops(stop: Any, tokenizer: Any) -> StopStrings:
         tokenizer: the tokenizer that makes the text.
 
     Raises:
-        ValueError: something that is no string or empty, or a special token, which texts never hold.
+        ValueError: something that is no string, empty, or with lone surrogates; a special token, which texts never
+            hold.
     """
     given = [] if stop is None else [stop] if isinstance(stop, str) else stop
     expected = "stop: expected a string, or several of them,"
@@ -71,6 +74,7 @@ def read_stops(stop: Any, tokenizer: Any) -> StopStrings:
             raise ValueError(f"{expected} got {one!r} among them" if one is not stop else f"{expected} got {stop!r}")
         if not one:
             raise ValueError("stop: expected at least one character, got an empty string")
+        check_text("stop", one)
         if one in tokenizer.all_special_tokens:
             ids = tokenizer.convert_tokens_to_ids(one)
             raise ValueError(

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lsjax.checks import check_text
+
 _BATCH = 256  # texts given to the tokenizer at a time, which it may share between threads
 
 
@@ -105,9 +107,12 @@ def _entries(path: Path) -> Iterator[tuple[Any, str]]:
         if line.strip():
             where = f"line {number} of {path}"
             try:
-                yield json.loads(line), where
+                entry = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{where}: expected JSON, got {line[:60]!r} ({error})") from error
+            if "\\ud" in line.lower():  # no other line can hold half a character
+                check_text(where, json.dumps(entry, ensure_ascii=False))
+            yield entry, where
 
 
 def _read_example(entry: Any, tokenizer: Any, where: str) -> Document:
