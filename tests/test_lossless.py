@@ -15,6 +15,7 @@ from lsjax.decode import generate as generate_module
 from lsjax.decode.round import commit, run_round
 from lsjax.model import projection
 
+pytestmark = pytest.mark.usefixtures("fewer_optimizations")
 MODELS = [(4, 0.15), (5, 0.1), (7, 0.12)]
 PAD = 7
 
